@@ -1,0 +1,1 @@
+"""Whole checkpoints: open, save, convert, verify."""

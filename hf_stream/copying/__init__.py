@@ -1,0 +1,1 @@
+"""Regions, copies, plans and the executor that runs them."""

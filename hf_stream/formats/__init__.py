@@ -1,0 +1,1 @@
+"""Bytes and their meaning: no torch ops, no policy."""

@@ -1,0 +1,1 @@
+"""Other libraries' doors into hf_stream."""

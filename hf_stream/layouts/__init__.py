@@ -1,0 +1,1 @@
+"""Names and shapes, both ways."""

@@ -108,5 +108,5 @@ assert (x, y) == (1, 2)
     assert lines[2] == "x = 1"
     assert lines[6:8] == ["if x:", "    y = 2"]
     assert lines[11] == _SHELL.format(script='echo "$HOME" > file')
-    assert lines[20] == "assert (x, y) == (1, 2)"
-    assert [number for number, line in enumerate(lines) if line] == [2, 6, 7, 11, 20]
+    assert lines[21] == "assert (x, y) == (1, 2)"
+    assert [number for number, line in enumerate(lines) if line] == [2, 6, 7, 11, 21]

@@ -1,7 +1,34 @@
-"""Bytes and their meaning: the safetensors header, the index file, shard names and sizes."""
+"""Bytes and their meaning: the safetensors header, the index file, shard names and sizes. No torch ops, no policy."""
 
 from __future__ import annotations
 
+from hf_stream.formats.index import WeightIndex, encode_index, read_index
 from hf_stream.formats.safetensors import Header, TensorInfo, encode_header, header_nbytes, parse_header, read_header
+from hf_stream.formats.shards import (
+    SAFE_WEIGHTS,
+    SAFE_WEIGHTS_INDEX,
+    ShardSplit,
+    add_variant,
+    parse_size,
+    shard_pattern,
+    split_into_shards,
+)
 
-__all__ = ["Header", "TensorInfo", "encode_header", "header_nbytes", "parse_header", "read_header"]
+__all__ = [
+    "SAFE_WEIGHTS",
+    "SAFE_WEIGHTS_INDEX",
+    "Header",
+    "ShardSplit",
+    "TensorInfo",
+    "WeightIndex",
+    "add_variant",
+    "encode_header",
+    "encode_index",
+    "header_nbytes",
+    "parse_header",
+    "parse_size",
+    "read_header",
+    "read_index",
+    "shard_pattern",
+    "split_into_shards",
+]

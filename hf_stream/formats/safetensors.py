@@ -21,16 +21,14 @@ import torch
 
 from hf_stream.errors import FormatError
 from hf_stream.formats import strict_json
-from hf_stream.formats.dtypes import BITS, NAMES, RANK, TORCH_DTYPES
-from hf_stream.formats.strict_json import Pairs, nesting
+from hf_stream.formats.collector import collector_paused
+from hf_stream.formats.dtypes import NAMES, RANK, TORCH_DTYPES
+from hf_stream.formats.entries import MAX_NESTING, METADATA, parse_entries, tensor_nbytes
+from hf_stream.formats.strict_json import Pairs
 
 MAX_HEADER_NBYTES: Final = 100_000_000
 
-_METADATA: Final = "__metadata__"
-_FIELDS: Final = ("dtype", "shape", "data_offsets")
 _LENGTH: Final = struct.Struct("<Q")
-_USIZE_MAX: Final = 2**64 - 1
-_MAX_NESTING: Final = 127
 _DAMAGED: Final = "The file is damaged or not a safetensors file: get it again."
 
 
@@ -74,8 +72,8 @@ class TensorInfo:
         *outer, last = self.shape
         if last % 2:
             raise FormatError(
-                f"F4 of shape {list(self.shape)}: torch packs two elements into a byte, so that the last dimension must "
-                "be even to load it. Copy the file without loading this tensor."
+                f"F4 of shape {list(self.shape)} has no torch shape: torch packs two elements of the last dimension "
+                "into a byte. Such a tensor can be copied but not loaded."
             )
         return (*outer, last // 2)
 
@@ -131,6 +129,7 @@ def header_nbytes(prefix: bytes | bytearray | memoryview, file_size: int, name: 
     return stop
 
 
+@collector_paused()
 def parse_header(prefix: bytes | bytearray | memoryview, file_size: int, name: str = "header") -> Header:
     """Check the first bytes of a file and say where its tensors are.
 
@@ -148,16 +147,17 @@ def parse_header(prefix: bytes | bytearray | memoryview, file_size: int, name: s
     try:
         header = strict_json.decode(str(prefix[_LENGTH.size : data], "utf-8"))
     except RecursionError:
-        raise FormatError(f"'{name}': header nests deeper than {_MAX_NESTING} levels. {_DAMAGED}") from None
+        raise FormatError(f"'{name}': header nests deeper than {MAX_NESTING} levels. {_DAMAGED}") from None
     except ValueError as error:
         raise FormatError(f"'{name}': header is not JSON in UTF-8 ({error}). {_DAMAGED}") from None
     if not isinstance(header, Pairs):
         raise FormatError(f"'{name}': header is not a JSON object. {_DAMAGED}")
     try:
-        metadata, tensors = _entries(header, data)
-        end = _check_gapless(tensors, data)
+        metadata, entries = parse_entries(header)
     except ValueError as error:
         raise FormatError(f"'{name}': {error}. {_DAMAGED}") from None
+    tensors = {key: TensorInfo(dtype, shape, data + start, data + stop) for key, (dtype, shape, start, stop) in entries}
+    end = data + (entries[-1][1].stop if entries else 0)
     if end != file_size:
         raise FormatError(
             f"'{name}': header and tensors take {end} bytes, the file has {file_size}. "
@@ -166,6 +166,7 @@ def parse_header(prefix: bytes | bytearray | memoryview, file_size: int, name: s
     return Header(tensors, metadata, file_size)
 
 
+@collector_paused()
 def encode_header(
     specs: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, Header]:
@@ -188,7 +189,7 @@ def encode_header(
         ((key, *_encoded(key, dtype, shape)) for key, (dtype, shape) in specs.items()),
         key=lambda item: (-RANK[item[1]], item[0]),
     )
-    entries: dict[str, object] = {} if metadata is None else {_METADATA: dict(sorted(metadata.items()))}
+    entries: dict[str, object] = {} if metadata is None else {METADATA: dict(sorted(metadata.items()))}
     offset = 0
     for key, dtype, shape, nbytes in unplaced:
         entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + nbytes]}
@@ -221,104 +222,10 @@ def _read(file: io.FileIO, nbytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _entries(header: Pairs, data: int) -> tuple[dict[str, str], dict[str, TensorInfo]]:
-    """Metadata and tensors in the order of their bytes, which are counted from `data`.
-
-    Of a repeated tensor name the last entry counts, but each must be well formed; `__metadata__` may stand only once.
-    """
-    metadata: dict[str, str] | None = None
-    tensors: dict[str, TensorInfo] = {}
-    for key, value in header:
-        if key != _METADATA:
-            tensors[key] = _tensor(key, value, data)
-        elif metadata is None:
-            metadata = _metadata(value)
-        else:
-            raise ValueError(f"'{_METADATA}' stands there twice")
-    return metadata or {}, dict(sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)))
-
-
-def _metadata(value: object) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, Pairs):
-        raise ValueError(f"'{_METADATA}' is not an object of strings")
-    metadata = {}
-    for key, text in value:
-        if not isinstance(text, str):
-            raise ValueError(f"'{_METADATA}' entry '{key}' is not a string")
-        metadata[key] = text
-    return metadata
-
-
-def _tensor(key: str, value: object, data: int) -> TensorInfo:
-    dtype, shape, offsets = _fields(key, value)
-    if isinstance(dtype, Pairs) and len(dtype) == 1 and dtype[0][1] is None:
-        dtype = dtype[0][0]  # {"F32": null}: the library's other spelling of "F32"
-    if not isinstance(dtype, str) or dtype not in BITS:
-        raise ValueError(f"tensor '{key}': unknown dtype {dtype!r:.40}, known are {', '.join(BITS)}")
-    if not isinstance(shape, list) or not all(type(size) is int for size in shape):
-        raise ValueError(f"tensor '{key}': shape is not a list of sizes (whole numbers below 2**64)")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
-        raise ValueError(f"tensor '{key}': data_offsets are not two offsets (whole numbers below 2**64)")
-    return TensorInfo(dtype, tuple(shape), data + offsets[0], data + offsets[1])
-
-
-def _fields(key: str, value: object) -> tuple[object, object, object]:
-    """dtype, shape and data_offsets of a tensor's entry, which is an object or a list of the three."""
-    if isinstance(value, list) and len(value) == len(_FIELDS):
-        dtype, shape, offsets = value
-        return dtype, shape, offsets
-    if not isinstance(value, Pairs):
-        raise ValueError(f"tensor '{key}': entry is not an object with {', '.join(_FIELDS)}")
-    fields: dict[str, object] = {}
-    for field, content in value:
-        if field not in _FIELDS:
-            if nesting(content) + 2 > _MAX_NESTING:
-                raise ValueError(f"tensor '{key}': '{field}' nests deeper than {_MAX_NESTING} levels")
-        elif field in fields:
-            raise ValueError(f"tensor '{key}': '{field}' stands there twice")
-        else:
-            fields[field] = content
-    if len(fields) < len(_FIELDS):
-        raise ValueError(f"tensor '{key}': no {', '.join(field for field in _FIELDS if field not in fields)}")
-    return fields["dtype"], fields["shape"], fields["data_offsets"]
-
-
-def _check_gapless(tensors: Mapping[str, TensorInfo], data: int) -> int:
-    """Check that tensors follow each other from `data` on and are as large as they say; returns the end of the last."""
-    end = data
-    for key, info in tensors.items():
-        if info.start != end or info.stop < info.start:
-            raise ValueError(
-                f"tensor '{key}': data_offsets [{info.start - data}, {info.stop - data}], "
-                f"but the tensor before it ends at {end - data}"
-            )
-        end = info.stop
-        nbytes = _nbytes(key, info.dtype, info.shape)
-        if info.nbytes != nbytes:
-            raise ValueError(
-                f"tensor '{key}': {info.nbytes} bytes, but {info.dtype} of shape {list(info.shape)} takes {nbytes}"
-            )
-    return end
-
-
-def _nbytes(key: str, dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor; multiplied in the library's order, which refuses [2**63, 2, 0] but not [0, 2**63, 2]."""
-    bits = 1
-    for factor in (*shape, BITS[dtype]):
-        bits *= factor
-        if bits > _USIZE_MAX:
-            raise ValueError(f"tensor '{key}': {dtype} of shape {list(shape)} has more than 2**64 bits")
-    if bits % 8:
-        raise ValueError(f"tensor '{key}': {dtype} of shape {list(shape)} takes {bits} bits, which fill no whole bytes")
-    return bits // 8
-
-
 def _encoded(key: str, dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int], int]:
     """The format's dtype, shape and bytes for a torch tensor."""
-    if key == _METADATA:
-        raise FormatError(f"no tensor can be called '{_METADATA}': the format keeps that name for itself. Rename it.")
+    if key == METADATA:
+        raise FormatError(f"no tensor can be called '{METADATA}': the format keeps that name for itself. Rename it.")
     if dtype not in NAMES:
         raise FormatError(
             f"tensor '{key}': safetensors cannot hold {dtype}. Cast it to one of {', '.join(map(str, NAMES))}."
@@ -330,6 +237,6 @@ def _encoded(key: str, dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, l
     if name == "F4" and sizes:
         sizes[-1] *= 2
     try:
-        return name, sizes, _nbytes(key, name, sizes)
+        return name, sizes, tensor_nbytes(key, name, sizes)
     except ValueError as error:
         raise FormatError(f"{error}. Save it in another shape or dtype.") from None

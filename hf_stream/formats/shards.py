@@ -1,0 +1,138 @@
+"""Shards: how large they may be, what they are called, and which tensors go into which."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from hf_stream.errors import FormatError
+
+SAFE_WEIGHTS: Final = "model.safetensors"
+SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
+
+_UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class ShardSplit:
+    """Which tensors go into which file.
+
+    Attributes:
+        filename_to_tensors: Names of the tensors of each file, in the order in which they were given; tensors that
+            share a storage with an earlier one come last.
+        tensor_to_filename: The same the other way round: the weight map of the index.
+        total_size: Bytes of all tensors, each shared storage counted once.
+    """
+
+    filename_to_tensors: dict[str, list[str]]
+    tensor_to_filename: dict[str, str]
+    total_size: int
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there are several files, which need an index."""
+        return len(self.filename_to_tensors) > 1
+
+
+def add_variant(file_name: str, variant: str | None) -> str:
+    """Put a variant before the extension: ("model.safetensors", "fp16") -> "model.fp16.safetensors"."""
+    if variant is None:
+        return file_name
+    stem, extension = file_name.rsplit(".", 1)
+    return f"{stem}.{variant}.{extension}"
+
+
+def shard_pattern(file_name: str = SAFE_WEIGHTS) -> str:
+    """The pattern for `split_into_shards` of an unsharded name: "model.safetensors" -> "model{suffix}.safetensors"."""
+    return file_name.replace(".safetensors", "{suffix}.safetensors")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as "5GB" or "0.5 MB": a number and one of KB, MB, GB, TB (powers of 1000).
+
+    Raises:
+        FormatError: The text is not such a size (a `ValueError`).
+    """
+    text = text.strip()
+    unit = text[-2:].upper()
+    if unit not in _UNITS:
+        raise FormatError(f"size '{text}': unit '{unit}' is not one of {', '.join(_UNITS)}. Write it like '5GB'.")
+    try:
+        return int(float(text[:-2].strip()) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        raise FormatError(f"size '{text}': '{text[:-2]}' is not a finite number. Write it like '5GB'.") from None
+
+
+def split_into_shards(
+    sizes: Mapping[str, int],
+    max_shard_size: int | str,
+    pattern: str = "model{suffix}.safetensors",
+    groups: Mapping[str, Hashable] | None = None,
+) -> ShardSplit:
+    """Fill shards with tensors in the order given, as `huggingface_hub.split_torch_state_dict_into_shards` does.
+
+    A shard is closed when the next tensor would make it larger than `max_shard_size`; none is reopened. A tensor larger
+    than that gets a shard of its own. A single shard has no number in its name, and no tensors make no shard.
+
+    Args:
+        sizes: Bytes of each tensor.
+        max_shard_size: Bytes, or a size such as "5GB".
+        pattern: File name with "{suffix}" where "-00001-of-00002" goes.
+        groups: Tensors with one id share a storage and go into one shard: that of the first, whose size alone counts.
+            Tensors without an id, or with None, stand alone.
+
+    Raises:
+        FormatError: The size is not one, or the pattern has no "{suffix}".
+    """
+    if "{suffix}" not in pattern:
+        raise FormatError(f"pattern '{pattern}' gives all shards one name. Put '{{suffix}}' where their number goes.")
+    limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    alone, followers = _leaders(sizes, groups or {})
+
+    shards: list[list[str]] = []
+    shard_of: dict[str, list[str]] = {}
+    current: list[str] = []
+    current_size = total_size = 0
+    for name in alone:
+        size = sizes[name]
+        total_size += size
+        if size > limit:
+            shard_of[name] = [name]
+            shards.append(shard_of[name])
+            continue
+        if current_size + size > limit:
+            shards.append(current)
+            current, current_size = [], 0
+        current.append(name)
+        current_size += size
+        shard_of[name] = current
+    if current:
+        shards.append(current)
+    for leader, names in followers.items():
+        shard_of[leader].extend(names)
+
+    count = len(shards)
+    filename_to_tensors = {
+        pattern.format(suffix="" if count == 1 else f"-{number:05d}-of-{count:05d}"): names
+        for number, names in enumerate(shards, 1)
+    }
+    tensor_to_filename = {name: file_name for file_name, names in filename_to_tensors.items() for name in names}
+    return ShardSplit(filename_to_tensors, tensor_to_filename, total_size)
+
+
+def _leaders(sizes: Mapping[str, int], groups: Mapping[str, Hashable]) -> tuple[list[str], dict[str, list[str]]]:
+    """The first tensor of each storage, and for each of these the others."""
+    leaders: list[str] = []
+    leader_of: dict[Hashable, str] = {}
+    followers: dict[str, list[str]] = {}
+    for name in sizes:
+        group = groups.get(name)
+        if group is not None and group in leader_of:
+            followers[leader_of[group]].append(name)
+            continue
+        leaders.append(name)
+        if group is not None:
+            leader_of[group] = name
+            followers[name] = []
+    return leaders, followers

@@ -1,0 +1,121 @@
+"""Runs copies on a few threads, within a budget of temporary memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+
+from hf_stream.copying.plan import Copy, Plan
+from hf_stream.copying.progress import Progress, progress_bar
+from hf_stream.copying.schedule import Move, schedule
+from hf_stream.copying.scratch import Scratch
+from hf_stream.errors import CopyError
+
+DEFAULT_BUFFER_SIZE = 64 << 20
+
+# Starting threads costs more than moving this much.
+_WORTH_A_THREAD = 4 << 20
+
+
+def execute(
+    copies: Iterable[Copy],
+    *,
+    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    threads: int | None = None,
+    progress: bool | Progress | None = False,
+    desc: str = "",
+) -> None:
+    """Carry out copies, in an order of its own. No byte moves if the plan cannot be right.
+
+    Args:
+        copies: what to copy; a Plan or anything that gives copies.
+        buffer_size: bound in bytes on the temporary memory of all threads together.
+        threads: threads that move bytes, the calling one among them; the default is one per core and at most four.
+        progress: something with `update(nbytes)`, as a tqdm bar has; or True for a bar on stderr, None for a bar if
+            stderr is a terminal. `update` is called with the bytes written, by one thread at a time.
+        desc: what the bar calls the work.
+
+    Raises:
+        CopyError: a region reaches beyond its storage or is read and written at once (before any byte moves), or
+            moving bytes failed: what had not started then never does, and the message says which tensor and files.
+    """
+    plan = Plan.of(copies)
+    plan.check()
+    total = plan.nbytes_written
+    if threads is None:
+        threads = min(4, os.cpu_count() or 1)
+    threads = max(1, min(threads, total // _WORTH_A_THREAD))
+    share = max(1, buffer_size // threads)
+    moves = schedule(plan, share)
+    with progress_bar(progress, total, desc) as bar:
+        _Crew(moves, bar).work(threads, share)
+
+
+class _Crew:
+    """Threads that take moves from one list until it is empty or one of them fails."""
+
+    def __init__(self, moves: Sequence[Move], bar: Progress | None) -> None:
+        self._moves = iter(moves)
+        self._bar = bar
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def work(self, threads: int, share: int) -> None:
+        """Work in `threads` threads, the calling one included; returns when all have stopped."""
+        helpers = [threading.Thread(target=self._run, args=(share,), daemon=True) for _ in range(threads - 1)]
+        for helper in helpers:
+            helper.start()
+        try:
+            self._run(share)
+        finally:
+            # After a KeyboardInterrupt too: memory must not be written to once the caller has it back.
+            self._stop()
+            for helper in helpers:
+                helper.join()
+        if self._error is not None:
+            raise self._error
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._moves = iter(())
+
+    def _run(self, share: int) -> None:
+        scratch = Scratch(share)
+        while True:
+            with self._lock:
+                move = next(self._moves, None)
+            if move is None:
+                return
+            try:
+                move.perform(scratch)
+            except Exception as error:  # noqa: BLE001 - reported by the calling thread
+                self._fail(_explain(move, error))
+                return
+            if self._bar is not None:
+                try:
+                    with self._lock:
+                        self._bar.update(move.nbytes)
+                except Exception as error:  # noqa: BLE001 - reported by the calling thread
+                    self._fail(error)
+                    return
+
+    def _fail(self, error: Exception) -> None:
+        """Keep the first error and let nothing more start."""
+        with self._lock:
+            self._moves = iter(())
+            if self._error is None:
+                self._error = error
+
+
+def _explain(move: Move, error: Exception) -> CopyError:
+    """The error with what it was about: tensor, both sides and where in them."""
+    copy = move.copy
+    explained = CopyError(
+        f"'{copy.name}': copying {copy.src.nbytes} bytes from {copy.src.storage.name} (at byte {copy.src.offset}) "
+        f"to {copy.dst.storage.name} (at byte {copy.dst.offset}) failed: {error}"
+    )
+    if isinstance(error, OSError):
+        explained.errno = error.errno
+    explained.__cause__ = error
+    return explained

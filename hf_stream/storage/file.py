@@ -1,0 +1,227 @@
+"""Bytes of a local file, through one open descriptor."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Hashable, Sequence
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from hf_stream.errors import CopyError
+from hf_stream.storage.base import Storage
+
+# What one call of preadv and pwritev takes at most (IOV_MAX on Linux and macOS).
+MAX_BUFFERS = 1024
+
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_NO_COPY_FILE_RANGE = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
+
+
+class FileIdentity(NamedTuple):
+    """What tells a file, and its state, from another; equal identities mean the same unchanged file."""
+
+    device: int
+    inode: int
+    nbytes: int
+    mtime_ns: int
+
+
+class FileStorage(Storage):
+    """A local file, opened once: renaming or replacing its path later changes nothing.
+
+    Args:
+        path: an existing file.
+        mode: "r" to read, "r+" to read and write; the size stays as it is.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r") -> None:
+        access = {"r": os.O_RDONLY, "r+": os.O_RDWR}[mode]
+        self._open(os.fspath(path), os.open(path, access | os.O_CLOEXEC))
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], nbytes: int) -> FileStorage:
+        """Create a new file of `nbytes` zero bytes with its space reserved, open for reading and writing.
+
+        The mode is what the umask says. If anything fails, no file is left behind.
+
+        Raises:
+            FileExistsError: something is there already, were it a dangling symbolic link.
+            OSError: ENOSPC if the space is not there.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o666)
+        storage = cls.__new__(cls)
+        try:
+            _allocate(fd, nbytes, os.fspath(path))
+            storage._open(os.fspath(path), fd)
+        except BaseException:
+            os.close(fd)
+            os.unlink(path)
+            raise
+        return storage
+
+    def _open(self, name: str, fd: int) -> None:
+        self.name = name
+        self._mapping: Any = None  # an UntypedStorage; torch's stubs do not know that it slices
+        status = os.fstat(fd)
+        self.nbytes = status.st_size
+        self._place = ("file", status.st_dev, status.st_ino)
+        self._fd = fd
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, nbytes={self.nbytes})"
+
+    def __enter__(self) -> FileStorage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the descriptor; tensors from `alias` and `window` stay valid."""
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        self._mapping = None
+        if fd >= 0:
+            os.close(fd)
+
+    def fileno(self) -> int:
+        if self._fd < 0:
+            raise ValueError(f"'{self.name}' is closed")
+        return self._fd
+
+    @property
+    def place(self) -> Hashable:
+        return self._place
+
+    @property
+    def identity(self) -> FileIdentity:
+        """The file's identity as it is now."""
+        status = os.fstat(self.fileno())
+        return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def fsync(self) -> None:
+        """Wait until what was written is on the disk."""
+        os.fsync(self.fileno())
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        self.read_scattered([buffer], offset)
+
+    def write_from(self, buffer: memoryview, offset: int) -> None:
+        self.write_gathered([buffer], offset)
+
+    def read_scattered(self, buffers: Sequence[memoryview], offset: int) -> None:
+        self._transfer(os.preadv, buffers, offset)
+
+    def write_gathered(self, buffers: Sequence[memoryview], offset: int) -> None:
+        self._transfer(os.pwritev, buffers, offset)
+
+    def _transfer(
+        self, call: Callable[[int, list[memoryview], int], int], buffers: Sequence[memoryview], offset: int
+    ) -> None:
+        """Repeat the system call until every byte has moved; Python itself repeats it after a signal (EINTR)."""
+        fd = self.fileno()
+        pending = [buffer for buffer in buffers if len(buffer)]
+        while pending:
+            batch = pending[:MAX_BUFFERS]
+            moved = call(fd, batch, offset)
+            if moved == 0:
+                wanted = offset + sum(map(len, pending))
+                raise CopyError(
+                    f"'{self.name}' ends at byte {os.fstat(fd).st_size}, bytes {offset} to {wanted} were wanted. "
+                    "The file is truncated or was changed while in use."
+                )
+            offset += moved
+            done = 0
+            while done < len(batch) and moved >= len(batch[done]):
+                moved -= len(batch[done])
+                done += 1
+            pending = pending[done:]
+            if moved:
+                pending[0] = pending[0][moved:]
+
+    def copy_to(self, target: FileStorage, offset: int, target_offset: int, nbytes: int) -> int:
+        """Copy bytes to another file inside the kernel, as many as it does in one go.
+
+        Returns:
+            Bytes copied; 0 if this pair of files needs to be copied through a buffer.
+        """
+        if not hasattr(os, "copy_file_range"):
+            return 0
+        try:
+            return os.copy_file_range(self.fileno(), target.fileno(), nbytes, offset, target_offset)
+        except OSError as error:
+            if error.errno in _NO_COPY_FILE_RANGE:
+                return 0
+            raise
+
+    def window(
+        self, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], writable: bool = False
+    ) -> torch.Tensor | None:
+        """A tensor on a mapping of just the pages it needs, unmapped when the tensor dies.
+
+        The caller must not let the file shrink meanwhile: touching a lost page kills the process.
+        """
+        if offset % dtype.itemsize:
+            return None
+        if 0 in size:
+            return torch.empty(0, dtype=dtype).as_strided(tuple(size), tuple(stride))
+        elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        stop = offset + elements * dtype.itemsize
+        start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        if os.fstat(self.fileno()).st_size < stop:
+            raise CopyError(f"'{self.name}' ends before byte {stop}: bytes {offset} to {stop} were wanted.")
+        # A private mapping is writable for torch.frombuffer's sake; nobody writes, so it stays page cache.
+        flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
+        pages = mmap.mmap(self._fd, stop - start, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+        flat = torch.frombuffer(pages, dtype=torch.uint8, offset=offset - start, count=stop - offset)
+        return flat.view(dtype).as_strided(tuple(size), tuple(stride))
+
+    def alias(self, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor | None:
+        """A contiguous CPU tensor on the file's pages: nothing is read until touched, writes stay private to it.
+
+        The file is mapped once; each tensor has a torch storage of its own and keeps the mapping alive.
+
+        Returns:
+            None if `offset` is not a multiple of the dtype's size.
+        """
+        if offset % dtype.itemsize:
+            return None
+        tensor = torch.empty(0, dtype=dtype)
+        count = 1
+        for n in size:
+            count *= n
+        if count == 0:
+            return tensor.reshape(tuple(size))
+        if self._mapping is None:
+            # Through the descriptor, not the path, so that a file put in its place is never read.
+            path = f"/dev/fd/{self.fileno()}"
+            self._mapping = torch.UntypedStorage.from_file(path, shared=False, nbytes=self.nbytes)
+        part = self._mapping[offset : offset + count * dtype.itemsize]
+        tensor.set_(part, 0, (count,))
+        return tensor.view(tuple(size))
+
+
+def _allocate(fd: int, nbytes: int, name: str) -> None:
+    """Give an empty file its size and its space, so that a full disk is an error now and not in mid-copy."""
+    if nbytes == 0:
+        return
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise OSError(error.errno, os.strerror(error.errno or 0), name) from None
+    free = os.fstatvfs(fd)
+    if free.f_bavail * free.f_frsize < nbytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
+    os.ftruncate(fd, nbytes)

@@ -1,0 +1,92 @@
+"""Bytes of tensors in memory, on any device."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from hf_stream.storage.base import Storage
+
+HUGE_PAGE_MIN_BYTES = 4 << 20
+
+_HUGE_PAGE = 2 << 20
+_WRITABLE = 0x200  # PyBUF_WRITE
+_memory_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_view.restype = ctypes.py_object
+_memory_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+
+
+class MemoryStorage(Storage):
+    """The whole storage under a tensor, which it keeps alive.
+
+    A view and its base give equal storages. Tensors without data (meta) have none.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta":
+            raise ValueError(f"a tensor on the meta device has no bytes to copy, got shape {list(tensor.shape)}")
+        self._storage = tensor.untyped_storage()
+        self._pointer = self._storage.data_ptr()
+        self.nbytes = self._storage.nbytes()
+        self.device = self._storage.device
+        self.addressable = self.device.type == "cpu"
+        self.name = f"memory ({self.device})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MemoryStorage) and self.place == other.place
+
+    def __hash__(self) -> int:
+        return hash(self.place)
+
+    @property
+    def place(self) -> Hashable:
+        return ("memory", str(self.device), self._pointer)
+
+    def bytes_at(self, offset: int, nbytes: int) -> memoryview:
+        if not self.addressable:
+            return super().bytes_at(offset, nbytes)
+        if offset < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"bytes {offset} to {offset + nbytes} lie outside a storage of {self.nbytes} bytes")
+        # The view does not keep the memory alive: whoever holds it must hold this storage too.
+        view: memoryview = _memory_view(self._pointer + offset, nbytes, _WRITABLE)
+        return view
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._flat(offset, len(buffer)))
+
+    def write_from(self, buffer: memoryview, offset: int) -> None:
+        self._flat(offset, len(buffer)).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
+
+    def window(
+        self, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], writable: bool = False
+    ) -> torch.Tensor | None:
+        if offset % dtype.itemsize:
+            return None
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        return empty.set_(self._storage, offset // dtype.itemsize, tuple(size), tuple(stride))
+
+    def _flat(self, offset: int, nbytes: int) -> torch.Tensor:
+        tensor = self.window(offset, torch.uint8, (nbytes,), (1,))
+        assert tensor is not None  # bytes are always aligned
+        return tensor
+
+
+def advise_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask the kernel for huge pages under a CPU tensor that is about to be filled; best effort, never fails.
+
+    Only whole huge pages inside the tensor are advised, so no memory beyond the tensor is used. Tensors below 4 MiB
+    and systems without huge pages are left alone.
+    """
+    if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    storage = tensor.untyped_storage()
+    if storage.nbytes() < HUGE_PAGE_MIN_BYTES:
+        return
+    start = -(-storage.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    stop = (storage.data_ptr() + storage.nbytes()) // _HUGE_PAGE * _HUGE_PAGE
+    if start < stop:
+        libc = ctypes.CDLL(None)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(mmap.MADV_HUGEPAGE))

@@ -1,0 +1,114 @@
+"""What one process used: memory from /proc, time, and a fingerprint of what it made."""
+
+from __future__ import annotations
+
+import bisect
+import resource
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+MEMORY_FIELDS = ("VmRSS", "RssAnon", "RssFile")
+
+Result = torch.nn.Module | Mapping[str, torch.Tensor] | Path
+
+
+def read_memory(pid: int | str = "self") -> dict[str, int]:
+    """Return the resident memory of a process by kind, in bytes."""
+    memory = {}
+    with open(f"/proc/{pid}/status") as status:
+        for line in status:
+            field, _, rest = line.partition(":")
+            if field in MEMORY_FIELDS:
+                memory[field] = int(rest.split()[0]) * 1024
+    return memory
+
+
+class PeakSampler:
+    """Samples the memory of another process on a thread and keeps the largest value of each kind.
+
+    Sampling from outside sees peaks that a thread inside would miss while other code holds its interpreter lock.
+    """
+
+    def __init__(self, pid: int, interval: float = 0.002):
+        self.peak = read_memory(pid)
+        self._pid = pid
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self._interval):
+            now = read_memory(self._pid)
+            self.peak = {kind: max(peak, now.get(kind, 0)) for kind, peak in self.peak.items()}
+
+    def stop(self) -> dict[str, int]:
+        """End sampling and return the peaks in bytes."""
+        self._stop.set()
+        self._thread.join()
+        return self.peak
+
+
+class Stopwatch:
+    """Wall and CPU time since it was made; CPU time is that of all threads and of finished child processes."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), _cpu_seconds()
+
+    def read(self) -> tuple[float, float]:
+        """Return wall seconds and CPU seconds."""
+        return time.perf_counter() - self._wall, _cpu_seconds() - self._cpu
+
+
+def _cpu_seconds() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def anonymous_nbytes(result: Result) -> int:
+    """Return how many bytes of a loaded result lie in anonymous memory; tensors on mapped files do not count."""
+    if isinstance(result, Path):
+        return 0
+    starts, from_file = [], []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, _, _, _, inode = line.split(maxsplit=5)[:5]
+        starts.append(int(addresses.split("-")[0], 16))
+        from_file.append(inode != "0")
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for _, tensor in tensors_of(result)}
+    return sum(
+        storage.nbytes()
+        for address, storage in storages.items()
+        if storage.nbytes() and not from_file[bisect.bisect_right(starts, address) - 1]
+    )
+
+
+def tensors_of(result: Result) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and tensors of a module, a mapping, or the safetensors files of a directory."""
+    if isinstance(result, torch.nn.Module):
+        yield from result.state_dict().items()
+    elif isinstance(result, Path):
+        for file in sorted(result.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118, not a dict
+    else:
+        yield from result.items()
+
+
+def fingerprint(result: Result) -> str:
+    """Return a short text that is equal for two results with the same names, dtypes, shapes and bytes."""
+    entries: Iterable[str] = (
+        f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(_bytes_of(tensor))}"
+        for name, tensor in tensors_of(result)
+    )
+    return f"{zlib.crc32(chr(10).join(sorted(entries)).encode()):08x}"
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    return memoryview(flat.numpy())

@@ -1,0 +1,146 @@
+"""Layout: rules put together, composed, inverted, and run on a mapping or on a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
+from operator import itemgetter
+
+import torch
+
+from hf_stream.errors import LayoutError
+from hf_stream.layouts.naming import Rename
+from hf_stream.layouts.rule import Rule
+from hf_stream.layouts.stage import Stage
+
+
+class Layout:
+    """A change of names and shapes, written as rules.
+
+        >>> import torch
+        >>> pack = Layout([
+        ...     Concat(["layers.{i}.q", "layers.{i}.k", "layers.{i}.v"], "layers.{i}.qkv"),
+        ...     Transpose("head"),
+        ... ])
+        >>> separate = {name: torch.zeros(8, 4) for name in ("layers.0.q", "layers.0.k", "layers.0.v", "head", "norm")}
+        >>> for name, tensor in pack(separate).items():
+        ...     print(name, list(tensor.shape))
+        layers.0.qkv [24, 4]
+        head [4, 8]
+        norm [8, 4]
+
+    The tensors may be real, lazy or on the meta device: rules only reorder, join and cut, and never look at values.
+
+    Each tensor is taken by the one rule that has a pattern for its name; a name that no rule has a pattern for passes
+    through; a rule that finds no tensors does nothing. To change a tensor twice, let one layout follow another:
+
+        >>> twice = Layout([Rename("norm", "ln")]) | Layout([Cast("ln", torch.float16)])
+
+    Results stand where the first of their tensors stood; those made of one tensor, in the order of the rule.
+
+    `layout.inverse` leads back, as long as no name that passed through looks like a result:
+
+        >>> restored = pack.inverse(pack(separate))
+        >>> restored.keys() == separate.keys()
+        True
+
+    A layout among the rules joins its own rules to the others; if it is itself a sequence (`a | b`), its first part
+    joins the rules, its second part follows them, and so on.
+
+    Args:
+        rules: rules and layouts.
+    """
+
+    __slots__ = ("_stages",)
+
+    def __init__(self, rules: Iterable[Rule | Layout]) -> None:
+        parts: list[list[list[Rule]]] = [
+            [list(stage) for stage in rule.stages] if isinstance(rule, Layout) else [[rule]] for rule in rules
+        ]
+        self._stages = tuple(
+            Stage([rule for stage in side_by_side for rule in stage])
+            for side_by_side in zip_longest(*parts, fillvalue=())
+        )
+
+    @property
+    def stages(self) -> tuple[tuple[Rule, ...], ...]:
+        """The rules; those of one stage work side by side, and the next stage takes their results."""
+        return tuple(stage.rules for stage in self._stages)
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors in the new layout.
+
+        Raises:
+            LayoutError: two rules have a pattern for one name; two results have one name, or one has that of a tensor
+                that passes through; of a group of tensors only some are there; shapes or dtypes do not fit.
+        """
+        for stage in self._stages:
+            placed = sorted(stage.run(tensors.items()), key=itemgetter(0))
+            tensors = {name: tensor for _, name, tensor in placed}
+        return dict(tensors)
+
+    def stream(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same for tensors that come one after the other.
+
+        Each result is yielded as soon as its last tensor has come, and nothing is held but tensors that wait for
+        others of their group. Errors that only the end can tell (an incomplete group) are raised at the end.
+
+            >>> pairs = ((name, torch.zeros(2)) for name in ("b.0", "a.1", "a.0", "b.1"))
+            >>> join = Layout([Concat(["{x}.0", "{x}.1"], "{x}")])
+            >>> [(name, list(tensor.shape)) for name, tensor in join.stream(pairs)]
+            [('a', [4]), ('b', [4])]
+        """
+        for stage in self._stages:
+            pairs = map(itemgetter(1, 2), stage.run(pairs))
+        return iter(pairs)
+
+    def __or__(self, other: Layout) -> Layout:
+        """This layout, then `other`: `(a | b)(x)` equals `b(a(x))`."""
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return _of_stages(self._stages + other._stages)
+
+    @property
+    def inverse(self) -> Layout:
+        """The layout that leads back.
+
+        Raises:
+            LayoutError: a rule cannot be inverted; says which.
+        """
+        return _of_stages(tuple(Stage([rule.invert() for rule in stage.rules]) for stage in reversed(self._stages)))
+
+    def scoped(self, src_prefix: str, dst_prefix: str | None = None) -> Layout:
+        """The same layout for a part of a bigger model: the names that begin with `src_prefix`.
+
+            >>> pack = Layout([Concat(["q", "k"], "qk"), Rename("w", "weight")]).scoped("model.", "")
+            >>> list(pack({"model.q": torch.ones(1), "model.k": torch.ones(1), "model.norm": torch.ones(1)}))
+            ['qk', 'norm']
+
+        Args:
+            src_prefix: stands before every name of the part; empty, or ends with a dot.
+            dst_prefix: stands there afterwards, before every name of the part, those that no rule touches included.
+                Default: as before.
+        """
+        for prefix in (src_prefix, dst_prefix):
+            if prefix and not prefix.endswith("."):
+                raise LayoutError(f"prefix '{prefix}' must end with a dot. Write '{prefix}.'.")
+        stages = tuple(Stage([rule.prefixed(src_prefix) for rule in stage.rules]) for stage in self._stages)
+        if dst_prefix is None or dst_prefix == src_prefix:
+            return _of_stages(stages)
+        moved = Rename(f"{src_prefix}{{rest:+}}", f"{dst_prefix}{{rest}}")
+        return _of_stages((*stages, Stage([moved])))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.stages == other.stages
+
+    def __hash__(self) -> int:
+        return hash(self.stages)
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self._stages)) or "Layout([])"
+
+
+def _of_stages(stages: tuple[Stage, ...]) -> Layout:
+    layout = Layout(())
+    layout._stages = stages
+    return layout

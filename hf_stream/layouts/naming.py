@@ -1,0 +1,127 @@
+"""Rules about whole tensors: rename one, drop some, or hand a group to any function."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from hf_stream.errors import HfStreamError, LayoutError
+from hf_stream.layouts.pattern import compile_patterns
+from hf_stream.layouts.rule import Move, Named, Rule, frozen_texts, group_move, shape_text, texts
+
+
+@dataclass(frozen=True, repr=False)
+class Rename(Rule):
+    """Give a tensor another name.
+
+        Rename("bert.{rest:+}", "{rest}")
+        # bert.pooler.dense.weight [H, H] -> pooler.dense.weight [H, H]
+
+    Args:
+        src: pattern of the old name.
+        dst: pattern of the new name, with the same placeholders.
+    """
+
+    src: str
+    dst: str
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        return (group_move(self, [self.src], [self.dst]),)
+
+    def prefixed(self, prefix: str) -> Rename:
+        return Rename(prefix + self.src, prefix + self.dst)
+
+    def invert(self) -> Rename:
+        return Rename(self.dst, self.src)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Drop(Rule):
+    """Leave tensors out. Cannot be inverted.
+
+        Drop("{prefix:*}.rotary_emb.inv_freq", "{prefix:*}.attn.bias")
+
+    Args:
+        patterns: patterns of the names to leave out.
+    """
+
+    patterns: tuple[str, ...]
+
+    def __init__(self, *patterns: str) -> None:
+        object.__setattr__(self, "patterns", patterns)
+        self.__post_init__()
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        compiled = [compile_patterns([text])[0] for text in self.patterns]
+        return tuple(Move((pattern,), (), pattern.fields) for pattern in compiled)
+
+    def prefixed(self, prefix: str) -> Drop:
+        return Drop(*(prefix + pattern for pattern in self.patterns))
+
+    def __repr__(self) -> str:
+        return f"Drop({', '.join(map(repr, self.patterns))})"
+
+
+@dataclass(frozen=True, repr=False)
+class Apply(Rule):
+    """Hand a group of tensors to a function of yours.
+
+        Apply("{p:*}.norm.weight", "{p}.norm.weight", lambda w: w + 1, inverse=lambda w: w - 1)
+        # model.norm.weight [H] -> model.norm.weight [H]
+
+        Apply(["{p:*}.w", "{p}.scale"], "{p}.w", lambda w, scale: w * scale)
+        # model.up.w [O, I], model.up.scale [O, 1] -> model.up.w [O, I]
+
+    Args:
+        srcs: patterns of the tensors that make one group, or a single one.
+        dsts: patterns of the results, or a single one; the same placeholders as `srcs`.
+        fn: takes the tensors of a group in the order of `srcs`, and returns one tensor, or a sequence of as many as
+            there are `dsts`. It must not write into its arguments.
+        inverse: the same in the other direction; without it the rule cannot be inverted.
+    """
+
+    srcs: str | Sequence[str]
+    dsts: str | Sequence[str]
+    fn: Callable[..., torch.Tensor | Sequence[torch.Tensor]]
+    inverse: Callable[..., torch.Tensor | Sequence[torch.Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "srcs", frozen_texts(self.srcs))
+        object.__setattr__(self, "dsts", frozen_texts(self.dsts))
+        super().__post_init__()
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        return (group_move(self, texts(self.srcs), texts(self.dsts)),)
+
+    def run(self, group: Sequence[Named]) -> Sequence[torch.Tensor]:
+        tensors = [tensor for _, tensor in group]
+        try:
+            result = self.fn(*tensors)
+        except HfStreamError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(map(shape_text, tensors))
+            raise LayoutError(f"the function failed on {shapes}: {error or type(error).__name__}.") from error
+        results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+        wanted = len(texts(self.dsts))
+        if len(results) != wanted:
+            raise LayoutError(
+                f"the function must return as many tensors as dsts has names, {wanted}, got {len(results)}."
+            )
+        return results
+
+    def prefixed(self, prefix: str) -> Apply:
+        srcs, dsts = ([prefix + text for text in texts(side)] for side in (self.srcs, self.dsts))
+        return dataclasses.replace(self, srcs=srcs, dsts=dsts)
+
+    def invert(self) -> Apply:
+        if self.inverse is None:
+            raise LayoutError(f"{self!r} cannot be inverted: it has no inverse function. Pass inverse=.")
+        return Apply(self.dsts, self.srcs, self.inverse, self.fn)

@@ -1,0 +1,127 @@
+"""Layouts by name, for the command line: the ready-made ones, and those in a file of the user's."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from hf_stream.errors import LayoutError
+from hf_stream.layouts.layout import Layout
+from hf_stream.layouts.packed_gate_up import packed_gate_up
+from hf_stream.layouts.packed_qkv import packed_qkv
+from hf_stream.layouts.stacked_experts import stacked_experts
+
+AnyLayout = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""A `Layout`, or any other callable that takes named tensors and returns named tensors."""
+
+_READY_MADE: dict[str, tuple[str, Callable[[object], Layout]]] = {
+    "packed-qkv": (
+        "query, key and value in one projection, one after the other (Phi-3, vLLM)",
+        packed_qkv,
+    ),
+    "packed-qkv-per-head": (
+        "query, key and value in one projection, dealt by heads (GPT-NeoX, BLOOM)",
+        partial(packed_qkv, style="per_head"),
+    ),
+    "packed-qkv-per-group": (
+        "query, key and value in one projection, dealt by key heads (Megatron, Falcon)",
+        partial(packed_qkv, style="per_group"),
+    ),
+    "packed-gate-up": (
+        "gate and up in one projection (Phi-3, vLLM)",
+        lambda _config: packed_gate_up(),
+    ),
+    "stacked-experts": (
+        "experts merged as transformers 5 holds them (Qwen, DeepSeek, GLM and others)",
+        stacked_experts,
+    ),
+    "stacked-experts-mixtral": (
+        "the same for experts with the names of Mixtral",
+        partial(stacked_experts, names="mixtral"),
+    ),
+}
+
+
+def names() -> dict[str, str]:
+    """The names that `get` knows, each with a description of one line."""
+    return {name: description for name, (description, _) in _READY_MADE.items()}
+
+
+def get(name: str, config: object = None) -> Layout:
+    """A ready-made layout.
+
+        >>> get("packed-gate-up")
+        Layout([Concat(['{prefix:*}.mlp.gate_proj.{kind:weight|bias}', ...
+
+    Args:
+        name: one of `names()`.
+        config: the model's config, an object or a dict, for sizes.
+
+    Raises:
+        LayoutError: the name is not known, or the config lacks a size.
+    """
+    if name not in _READY_MADE:
+        close = difflib.get_close_matches(name, _READY_MADE, n=1)
+        meant = f"Did you mean '{close[0]}'? " if close else ""
+        raise LayoutError(f"layout '{name}' is not known. {meant}Known are: {', '.join(_READY_MADE)}.")
+    return _READY_MADE[name][1](config)
+
+
+def load(spec: str, config: object = None) -> AnyLayout:
+    """A layout from a Python file, which is executed.
+
+    The name may stand for
+
+    - a `Layout`;
+    - a function with a parameter called `config`: it is called with the config and returns the layout;
+    - any other function (or callable object): it is the layout, and takes and returns a mapping of named tensors.
+
+    Args:
+        spec: `path/to/file.py:name`.
+        config: the model's config, an object or a dict.
+
+    Raises:
+        LayoutError: there is no such file or name, the file raises an error, or the name stands for something else.
+    """
+    path_text, colon, name = spec.rpartition(":")
+    if not colon or not path_text.endswith(".py"):
+        raise LayoutError(f"layout '{spec}' is not written as path/to/file.py:name.")
+    module = _run_file(Path(path_text))
+    found = getattr(module, name, None)
+    if found is None:
+        known = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
+        raise LayoutError(f"'{path_text}' has no '{name}'. It has: {', '.join(known) or 'no callable'}.")
+    if callable(found) and not isinstance(found, Layout) and _takes_config(found):
+        found = found(config=config)
+    if not callable(found):
+        raise LayoutError(f"'{spec}' is a {type(found).__name__}, not a layout. Make it a Layout or a function.")
+    layout: AnyLayout = found
+    return layout
+
+
+def _run_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise LayoutError(f"'{path}' is not a file. A layout of yours is written as path/to/file.py:name.")
+    spec = importlib.util.spec_from_file_location(f"hf_stream_layout_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise LayoutError(f"'{path}' cannot be read as Python.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise LayoutError(f"'{path}' failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _takes_config(function: Callable[..., object]) -> bool:
+    try:
+        return "config" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False

@@ -1,0 +1,53 @@
+"""Read sizes from a model's config, whatever its family calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hf_stream.errors import LayoutError
+
+
+def config_size(config: object, *names: str) -> int | None:
+    """The first whole number that `config`, or else its `text_config`, has under one of `names`.
+
+        >>> config_size({"text_config": {"num_attention_heads": 32}}, "n_head", "num_attention_heads")
+        32
+
+    Args:
+        config: any object with attributes, or a dict as in config.json; None has nothing.
+        names: the names by which families of models know the size.
+    """
+    for part in (config, _get(config, "text_config")):
+        for name in names:
+            value = _get(part, name)
+            if isinstance(value, int):
+                return value
+    return None
+
+
+def attention_heads(config: object, num_heads: int | None, num_key_value_heads: int | None) -> tuple[int, int] | None:
+    """Numbers of query heads and of key (equally value) heads, or None where nobody tells.
+
+    Args:
+        config: see `config_size`.
+        num_heads: overrides the config.
+        num_key_value_heads: overrides the config; by default as many as query heads.
+
+    Raises:
+        LayoutError: the query heads cannot be shared out evenly among the key heads.
+    """
+    heads = num_heads or config_size(config, "num_attention_heads", "n_head", "num_heads")
+    if heads is None:
+        if num_key_value_heads is not None:
+            raise LayoutError(f"num_key_value_heads={num_key_value_heads} needs num_heads as well. Pass num_heads=.")
+        return None
+    kv_heads = num_key_value_heads or config_size(config, "num_key_value_heads", "num_kv_heads") or heads
+    if heads % kv_heads:
+        raise LayoutError(
+            f"{heads} query heads cannot share {kv_heads} key heads evenly. Check num_heads and num_key_value_heads."
+        )
+    return heads, kv_heads
+
+
+def _get(config: object, name: str) -> object:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)

@@ -185,6 +185,9 @@ def encode_header(
     Raises:
         FormatError: The format cannot hold a name, a type or a shape.
     """
+    for key, entry in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(entry, str):
+            raise FormatError(f"metadata entry {key!r}: {entry!r:.40} is not text. Pass strings only.")
     unplaced = sorted(
         ((key, *_encoded(key, dtype, shape)) for key, (dtype, shape) in specs.items()),
         key=lambda item: (-RANK[item[1]], item[0]),

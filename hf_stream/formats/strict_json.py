@@ -10,8 +10,9 @@ from typing import Final, NoReturn
 _U64_DIGITS: Final = 19  # every integer of so many digits fits 64 bits
 _U64_MAX: Final = 2**64 - 1
 
-# Backslashes stand only in strings, and each begins an escape: matching escape after escape never loses step. The group
-# catches a surrogate that is not part of a pair; Python's decoder would let it through.
+# Half a surrogate pair is no text, though Python's decoder lets it through. Backslashes stand only in strings, and each
+# begins an escape: matching escape after escape never loses step. The group catches a surrogate that is not of a pair.
+_SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 _ESCAPE: Final = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)")
 
 
@@ -32,7 +33,7 @@ def decode(text: str) -> object:
         RecursionError: It nests deeper than the interpreter can follow.
     """
     value: object = _DECODER.decode(text)
-    if "\\u" in text:
+    if _SURROGATE.search(text):
         for escape in _ESCAPE.finditer(text):
             if escape[1]:
                 raise ValueError(f"half a surrogate pair '\\{escape[1]}' at character {escape.start()}")

@@ -77,7 +77,9 @@ def _entry(key: str, value: object) -> Entry:
     dtype, shape, offsets = _fields(key, value)
     if isinstance(dtype, Pairs) and len(dtype) == 1 and dtype[0][1] is None:
         dtype = dtype[0][0]  # {"F32": null}: the library's other spelling of "F32"
-    if not isinstance(dtype, str) or dtype not in BITS:
+    if not isinstance(dtype, str):
+        raise ValueError(f"tensor '{key}': dtype is not a string")
+    if dtype not in BITS:
         raise ValueError(f"tensor '{key}': unknown dtype {dtype!r:.40}, known are {', '.join(BITS)}")
     if not isinstance(shape, list) or not all(type(size) is int for size in shape):
         raise ValueError(f"tensor '{key}': shape is not a list of sizes (whole numbers below 2**64)")

@@ -53,7 +53,7 @@ def read_index(path: str | os.PathLike[str]) -> WeightIndex:
     checked = set()
     for tensor, file_name in weight_map.items():
         if not isinstance(file_name, str):
-            raise FormatError(f"'{name}': file of tensor '{tensor}' is {file_name!r:.40}, not a name. {_DAMAGED}")
+            raise FormatError(f"'{name}': file of tensor '{tensor}' is not a string. {_DAMAGED}")
         if file_name not in checked:
             _check_inside(name, tensor, file_name)
             checked.add(file_name)

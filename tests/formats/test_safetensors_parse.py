@@ -90,14 +90,14 @@ def framed(header: str | bytes, body: int = 4) -> bytes:
 
 
 @st.composite
-def headers(draw: st.DrawFn) -> bytes:
-    """A file whose header is well formed but for a few odd values, put together from JSON fragments."""
-    odds = draw(st.sampled_from([0, 0, 1, 1, 2]))  # how many values may be odd
+def headers(draw: st.DrawFn, odds: st.SearchStrategy[int]) -> bytes:
+    """A file whose header is well formed but for at most so many odd values, put together from JSON fragments."""
+    left = draw(odds)
 
     def maybe(good: str, bad: list[str]) -> str:
-        nonlocal odds
-        if odds and draw(st.integers(0, 5)) == 0:
-            odds -= 1
+        nonlocal left
+        if left and draw(st.integers(0, 5)) == 0:
+            left -= 1
             return draw(st.sampled_from(bad))
         return good
 
@@ -151,9 +151,10 @@ def headers(draw: st.DrawFn) -> bytes:
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
     """A file with a few bytes changed, put in or left out."""
-    data = bytearray(draw(headers()))
+    data = bytearray(draw(headers(odds=st.just(0))))
     for _ in range(draw(st.integers(1, 3))):
-        place = draw(st.integers(0, len(data)))
+        first = draw(st.sampled_from([0, 8, 8, 8, 8, 8, 8, 8]))
+        place = draw(st.integers(min(first, len(data)), len(data)))
         byte = draw(st.integers(0, 255) | st.sampled_from(b'"\\{}[],:0123456789-.eEu \n'))
         change = draw(st.sampled_from(["set", "insert", "delete", "cut"]))
         if change == "set":
@@ -176,13 +177,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("parse")
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=headers())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=headers(odds=st.sampled_from([0, 1, 1, 2])))
 def test_header_from_fragments_is_judged_as_by_the_library(data: bytes, directory: Path) -> None:
     check_same_as_library(data, directory)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=damaged())
 def test_damaged_file_is_judged_as_by_the_library(data: bytes, directory: Path) -> None:
     check_same_as_library(data, directory)
@@ -219,6 +220,8 @@ def test_odd_value_in_every_place_is_judged_as_by_the_library(value: str, direct
         (f'{{"a":{ENTRY}}}', 3, "file has 65"),
         (f'{{"a":{ENTRY}}}', 5, "file has 67"),
         ('{"a":{"dtype":"F3","shape":[1],"data_offsets":[0,4]}}', 4, "'a': unknown dtype 'F3'"),
+        ('{"a":{"dtype":' + "[" * 700 + "]" * 700 + f",{ENTRY[15:]}}}", 4, "'a': dtype is not a string"),
+        ('{"a":{"dtype":17,"shape":[1],"data_offsets":[0,4]}}', 4, "'a': dtype is not a string"),
         ('{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}}', 4, r"'a': 4 bytes, but F32 of shape \[2\] takes 8"),
         ('{"a":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}}', 1, "'a': F4 of shape .* takes 12 bits"),
         ('{"a":{"dtype":"F32","shape":[1],"data_offsets":[1,5]}}', 5, "'a': data_offsets .1, 5., .* ends at 0"),

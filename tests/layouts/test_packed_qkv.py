@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
     "eos_token_id": 2,
+    "rms_norm_eps": 1e-6,
 }
 
 

@@ -1,4 +1,4 @@
-"""The two ways bytes move: flat runs through system calls, strided tiles through torch."""
+"""The ways bytes move: runs through system calls, tiles through torch, mosaics of tiles written in one go."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from hf_stream.copying.geometry import contiguous_stride, merge_dims, offsets, split_run, tiles
+from hf_stream.copying.elements import copy_elements
 from hf_stream.copying.plan import Copy
 from hf_stream.copying.region import Region
 from hf_stream.copying.scratch import Scratch
-from hf_stream.storage.base import Storage
-from hf_stream.storage.file import FileStorage
+from hf_stream.copying.staging import SHORT_RUN, load, memory_of, relay, run_length, store
+from hf_stream.storage.memory import MemoryStorage
 
-# Below torch's grain size an op runs on the calling thread alone: our threads must not each wake torch's pool.
-_SERIAL_ELEMENTS = 32767
+# Keeps every dtype aligned in a mosaic's image, wherever it starts in the file.
+_IMAGE_ALIGNMENT = 64
 
 
 class Run(NamedTuple):
@@ -44,18 +44,23 @@ class Runs:
         """Bytes written."""
         return sum(run.nbytes for run in self.runs)
 
+    @property
+    def position(self) -> tuple[str, int]:
+        """File and byte where the move starts to read, or to write if it comes from memory."""
+        return _position(self.copy, self.runs[0].src, self.runs[0].dst)
+
     def perform(self, scratch: Scratch) -> None:
         """Move the bytes."""
         src, dst = self.copy.src.storage, self.copy.dst.storage
         if dst.addressable:
-            buffers = [run.copy.dst.storage.bytes_at(run.dst, run.nbytes) for run in self.runs]
-            src.read_scattered(buffers, self.runs[0].src)
+            targets = [run.copy.dst.storage.bytes_at(run.dst, run.nbytes) for run in self.runs]
+            src.read_scattered(targets, self.runs[0].src)
         elif src.addressable:
-            buffers = [run.copy.src.storage.bytes_at(run.src, run.nbytes) for run in self.runs]
-            dst.write_gathered(buffers, self.runs[0].dst)
+            sources = [run.copy.src.storage.bytes_at(run.src, run.nbytes) for run in self.runs]
+            dst.write_gathered(sources, self.runs[0].dst)
         else:
             for run in self.runs:
-                _relay(src, run.src, dst, run.dst, run.nbytes, scratch)
+                relay(src, run.src, dst, run.dst, run.nbytes, scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,91 +77,68 @@ class Tile:
         """Bytes written."""
         return self.dst.nbytes
 
+    @property
+    def position(self) -> tuple[str, int]:
+        """File and byte where the move starts to read, or to write if it comes from memory."""
+        return _position(self.copy, self.src.offset, self.dst.offset)
+
     def perform(self, scratch: Scratch) -> None:
-        """Move the elements, through `scratch` where a side cannot be mapped."""
+        """Move the elements, through `scratch` where a side is not best mapped."""
         scratch.clear()
-        src = self.src.tensor()
-        if src is None:
-            src = _load(self.src, scratch)
-        mapped = self.dst.tensor(writable=True)
-        dst = scratch.take(self.dst.dtype, self.dst.size) if mapped is None else mapped
-        _copy(src, dst, self.via, scratch)
-        if mapped is None:
-            _store(dst, self.dst)
+        target = self._mapped_target()
+        if target is None:
+            packed = scratch.take(self.dst.dtype, self.dst.size)
+            self.fill(packed, scratch)
+            store(packed, self.dst)
+        else:
+            self.fill(target, scratch)
 
-
-def _copy(src: torch.Tensor, dst: torch.Tensor, via: Sequence[torch.dtype], scratch: Scratch) -> None:
-    """Copy `src` to `dst` in boxes small enough for the caches."""
-    dims = merge_dims(src.shape, src.stride(), dst.stride())
-    src_base, dst_base = src.storage_offset(), dst.storage_offset()
-    mark = scratch.mark()
-    for src_at, dst_at, box in tiles(dims, _SERIAL_ELEMENTS):
-        size = [dim.size for dim in box]
-        value = src.as_strided(size, [dim.src for dim in box], src_base + src_at)
-        for dtype in via:
-            value = scratch.take(dtype, size).copy_(value)
-        dst.as_strided(size, [dim.dst for dim in box], dst_base + dst_at).copy_(value)
+    def fill(self, target: torch.Tensor, scratch: Scratch) -> None:
+        """Copy the source's values to `target`, wherever it is."""
+        mark = scratch.mark()
+        source = self.src.tensor()
+        if source is None:
+            source = load(self.src, scratch)
+        copy_elements(source, target, self.via, scratch)
         scratch.rewind(mark)
 
+    def _mapped_target(self) -> torch.Tensor | None:
+        if not isinstance(self.dst.storage, MemoryStorage) and run_length(self.dst) >= SHORT_RUN:
+            return None
+        return self.dst.tensor(writable=True)
 
-def _relay(src: Storage, src_at: int, dst: Storage, dst_at: int, nbytes: int, scratch: Scratch) -> None:
-    """Flat bytes between two storages that are not memory."""
-    if isinstance(src, FileStorage) and isinstance(dst, FileStorage):
-        while nbytes and (moved := src.copy_to(dst, src_at, dst_at, nbytes)):
-            src_at, dst_at, nbytes = src_at + moved, dst_at + moved, nbytes - moved
-    scratch.clear()
-    step = max(scratch.nbytes, 1)
-    while nbytes:
-        part = _bytes_of(scratch.take(torch.uint8, (min(nbytes, step),)))
-        src.read_into(part, src_at)
-        dst.write_from(part, dst_at)
-        src_at, dst_at, nbytes = src_at + len(part), dst_at + len(part), nbytes - len(part)
+
+@dataclass(frozen=True, slots=True)
+class Mosaic:
+    """Tiles that together fill `nbytes` bytes of one storage from `start` on: put together in memory, written once."""
+
+    tiles: Sequence[Tile]
+    start: int
+    nbytes: int
+
+    @property
+    def copy(self) -> Copy:
+        """The (first) copy these belong to."""
+        return self.tiles[0].copy
+
+    @property
+    def position(self) -> tuple[str, int]:
+        """File and byte where the move starts to read, or to write if it comes from memory."""
+        return self.tiles[0].position
+
+    def perform(self, scratch: Scratch) -> None:
+        """Move the elements."""
         scratch.clear()
+        pad = self.start % _IMAGE_ALIGNMENT
+        image = scratch.take(torch.uint8, (pad + self.nbytes,))
+        base = Region.of(image)
+        for tile in self.tiles:
+            at = base.offset + pad + tile.dst.offset - self.start
+            target = replace(tile.dst, storage=base.storage, offset=at).tensor(writable=True)
+            assert target is not None  # aligned as it is in the file
+            tile.fill(target, scratch)
+        self.copy.dst.storage.write_from(memory_of(image)[pad:], self.start)
 
 
-def _load(region: Region, scratch: Scratch) -> torch.Tensor:
-    """A region's values as a contiguous tensor in scratch memory."""
-    # Repeats (stride 0) are read once.
-    once = replace(region, size=tuple(n if step else 1 for n, step in zip(region.size, region.stride, strict=True)))
-    tensor = scratch.take(once.dtype, once.size)
-    window = _byte_window(once, writable=False)
-    if window is not None:
-        tensor.view(-1).view(torch.uint8).view(window.shape).copy_(window)
-    else:
-        flat = _bytes_of(tensor)
-        for at, packed, nbytes in _flat_runs(once):
-            once.storage.read_into(flat[packed : packed + nbytes], at)
-    return tensor.expand(region.size)
-
-
-def _store(tensor: torch.Tensor, region: Region) -> None:
-    """Write a contiguous tensor to a region."""
-    window = _byte_window(region, writable=True)
-    if window is not None:
-        window.copy_(tensor.view(-1).view(torch.uint8).view(window.shape))
-        return
-    flat = _bytes_of(tensor)
-    for at, packed, nbytes in _flat_runs(region):
-        region.storage.write_from(flat[packed : packed + nbytes], at)
-
-
-def _byte_window(region: Region, writable: bool) -> torch.Tensor | None:
-    """The region's bytes as a tensor of size [*size, itemsize], whatever the alignment."""
-    item = region.dtype.itemsize
-    stride = (*(step * item for step in region.stride), 1)
-    return region.storage.window(region.offset, torch.uint8, (*region.size, item), stride, writable)
-
-
-def _flat_runs(region: Region) -> list[tuple[int, int, int]]:
-    """(offset in the storage, offset in a packed buffer, bytes) of each contiguous run."""
-    item = region.dtype.itemsize
-    size = (*region.size, item)
-    stride = (*(step * item for step in region.stride), 1)
-    outer, nbytes = split_run(merge_dims(size, stride, contiguous_stride(size)))
-    return [(region.offset + at, packed, nbytes) for at, packed in offsets(outer)]
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory; valid while the tensor lives."""
-    region = Region.of(tensor)
-    return region.storage.bytes_at(region.offset, tensor.nbytes)
+def _position(copy: Copy, src: int, dst: int) -> tuple[str, int]:
+    return (copy.dst.storage.name, dst) if copy.src.storage.addressable else (copy.src.storage.name, src)

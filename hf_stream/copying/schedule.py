@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from hf_stream.copying.elements import BOX_ELEMENTS
 from hf_stream.copying.geometry import Dim, merge_dims, offsets, split_run, tiles
-from hf_stream.copying.moves import Run, Runs, Tile
+from hf_stream.copying.moves import Mosaic, Run, Runs, Tile
 from hf_stream.copying.plan import Copy
 from hf_stream.copying.region import Region
 from hf_stream.storage.base import Storage
 from hf_stream.storage.file import MAX_BUFFERS
+from hf_stream.storage.memory import MemoryStorage
 
-Move = Runs | Tile
+Move = Runs | Tile | Mosaic
 
 # Large enough that a system call or a mapping costs nothing beside its bytes, small enough to share among threads.
 MOVE_BYTES = 16 << 20
+
+# A mosaic is written from the cache it was put together in.
+MOSAIC_BYTES = 1 << 20
 
 # Shorter runs go faster through a mapping than with a system call each.
 _LONG_RUN = 64 << 10
@@ -36,28 +42,62 @@ def schedule(copies: Iterable[Copy], share: int) -> list[Move]:
     """
     moves: list[Move] = []
     runs: dict[Hashable, list[Run]] = {}
+    gapped: dict[Hashable, list[Loops]] = {}
     for copy in copies:
-        if copy.dst.numel == 0:
-            continue
-        if not copy.is_raw:
-            moves.extend(_cast_tiles(copy, share))
-            continue
         src, dst = copy.src, copy.dst
-        item = src.dtype.itemsize
-        dims = merge_dims(
-            (*src.size, item), (*(step * item for step in src.stride), 1), (*(step * item for step in dst.stride), 1)
-        )
-        outer, nbytes = split_run(dims)
-        if _goes_in_runs(src, dst, single=not outer, nbytes=nbytes):
-            found = runs.setdefault(_group(src.storage, dst.storage), [])
-            for src_at, dst_at in offsets(outer):
-                found.extend(_split(Run(copy, src.offset + src_at, dst.offset + dst_at, nbytes)))
+        if dst.numel == 0:
+            continue
+        if copy.is_raw:
+            item = src.dtype.itemsize
+            dims = merge_dims((*src.size, item), _byte_steps(src), _byte_steps(dst))
+            outer, nbytes = split_run(dims)
+            if _goes_in_runs(src, dst, single=not outer, nbytes=nbytes):
+                found = runs.setdefault(_group(src.storage, dst.storage), [])
+                for src_at, dst_at in offsets(outer):
+                    found.extend(_split(Run(copy, src.offset + src_at, dst.offset + dst_at, nbytes)))
+                continue
+            loops = _raw_loops(copy, dims)
         else:
-            moves.extend(_raw_tiles(copy, dims, share))
-    for group in runs.values():
-        moves.extend(_join(group))
-    moves.sort(key=_position)
+            loops = Loops(copy, src.dtype, dst.dtype, merge_dims(src.size, src.stride, dst.stride))
+        if loops.dims and not isinstance(dst.storage, MemoryStorage) and loops.row_bytes < loops.period:
+            gapped.setdefault((dst.storage.place, loops.dims[0].size, loops.period), []).append(loops)
+        else:
+            moves.extend(_tiles(loops, share))
+    for found in runs.values():
+        moves.extend(_join(found))
+    for group in gapped.values():
+        moves.extend(_mosaics(group, share))
+    moves.sort(key=lambda move: move.position)
     return moves
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """A copy that goes element by element: its loops, the widest steps in the destination first."""
+
+    copy: Copy
+    src_dtype: torch.dtype
+    dst_dtype: torch.dtype
+    dims: list[Dim]
+
+    @property
+    def period(self) -> int:
+        """Bytes from one step of the outermost loop to the next, in the destination."""
+        return self.dims[0].dst * self.dst_dtype.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes that one step of the outermost loop writes."""
+        return math.prod(dim.size for dim in self.dims[1:]) * self.dst_dtype.itemsize
+
+    @property
+    def row_span(self) -> int:
+        """Bytes from the first to the last of these."""
+        return (1 + sum((dim.size - 1) * dim.dst for dim in self.dims[1:])) * self.dst_dtype.itemsize
+
+
+def _byte_steps(region: Region) -> tuple[int, ...]:
+    return (*(step * region.dtype.itemsize for step in region.stride), 1)
 
 
 def _goes_in_runs(src: Region, dst: Region, single: bool, nbytes: int) -> bool:
@@ -108,53 +148,74 @@ def _join(runs: list[Run]) -> Iterator[Runs]:
     yield Runs(pending)
 
 
-def _cast_tiles(copy: Copy, share: int) -> Iterator[Tile]:
-    src, dst = copy.src, copy.dst
-    per_element = sum(dtype.itemsize for dtype in (src.dtype, dst.dtype, *copy.via))
-    dims = merge_dims(src.size, src.stride, dst.stride)
-    for src_at, dst_at, box in tiles(dims, min(share, MOVE_BYTES) // per_element):
-        size = tuple(dim.size for dim in box)
-        yield Tile(
-            copy,
-            Region(
-                src.storage, src.dtype, size, tuple(dim.src for dim in box), src.offset + src_at * src.dtype.itemsize
-            ),
-            Region(
-                dst.storage, dst.dtype, size, tuple(dim.dst for dim in box), dst.offset + dst_at * dst.dtype.itemsize
-            ),
-            copy.via,
-        )
-
-
-def _raw_tiles(copy: Copy, dims: list[Dim], share: int) -> Iterator[Tile]:
-    """Tiles of integers, so that every bit survives, as wide as sizes, strides and offsets allow.
-
-    Args:
-        copy: a copy between equal dtypes.
-        dims: its loops over bytes.
-        share: bytes of temporary memory for one tile.
-    """
-    src, dst = copy.src, copy.dst
+def _raw_loops(copy: Copy, dims: Sequence[Dim]) -> Loops:
+    """Loops over integers, so that every bit survives, as wide as sizes, strides and offsets allow."""
     outer, run = split_run(dims)
     steps = [step for dim in outer for step in (dim.src, dim.dst)]
-    width = math.gcd(8, run, src.offset, dst.offset, *steps)
+    width = math.gcd(8, run, copy.src.offset, copy.dst.offset, *steps)
     units = [Dim(dim.size, dim.src // width, dim.dst // width) for dim in outer]
     if run > width:
         units.append(Dim(run // width, 1, 1))
-    for src_at, dst_at, box in tiles(units, min(share, MOVE_BYTES) // (2 * width)):
-        size = tuple(dim.size for dim in box)
-        yield Tile(
-            copy,
-            Region(src.storage, _UNITS[width], size, tuple(dim.src for dim in box), src.offset + src_at * width),
-            Region(dst.storage, _UNITS[width], size, tuple(dim.dst for dim in box), dst.offset + dst_at * width),
-            (),
-        )
+    return Loops(copy, _UNITS[width], _UNITS[width], units)
 
 
-def _position(move: Move) -> tuple[str, int]:
-    """Where the move is in its source file, or in its destination file if it comes from memory."""
-    if isinstance(move, Runs):
-        copy, src, dst = move.copy, move.runs[0].src, move.runs[0].dst
-    else:
-        copy, src, dst = move.copy, move.src.offset, move.dst.offset
-    return (copy.dst.storage.name, dst) if copy.src.storage.addressable else (copy.src.storage.name, src)
+def _tile(loops: Loops, src_at: int, dst_at: int, box: Sequence[Dim]) -> Tile:
+    """The box of the loops that starts `src_at` and `dst_at` elements in."""
+    copy, size = loops.copy, tuple(dim.size for dim in box)
+    src_start = copy.src.offset + src_at * loops.src_dtype.itemsize
+    dst_start = copy.dst.offset + dst_at * loops.dst_dtype.itemsize
+    return Tile(
+        copy,
+        Region(copy.src.storage, loops.src_dtype, size, tuple(dim.src for dim in box), src_start),
+        Region(copy.dst.storage, loops.dst_dtype, size, tuple(dim.dst for dim in box), dst_start),
+        copy.via,
+    )
+
+
+def _tiles(loops: Loops, share: int) -> Iterator[Tile]:
+    src_width, dst_width = loops.src_dtype.itemsize, loops.dst_dtype.itemsize
+    # Either side may have to be held in scratch memory, and boxes on the way (see copy_elements).
+    held = src_width + dst_width
+    boxes = sum(dtype.itemsize for dtype in loops.copy.via) + 2 * dst_width
+    limit = share // (held + boxes)
+    if limit > BOX_ELEMENTS:
+        limit = min((share - BOX_ELEMENTS * boxes) // held, MOVE_BYTES // max(src_width, dst_width))
+    for src_at, dst_at, box in tiles(loops.dims, limit):
+        yield _tile(loops, src_at, dst_at, box)
+
+
+def _mosaics(group: list[Loops], share: int) -> Iterator[Mosaic | Tile]:
+    """Join loops that fill the gaps of each other; those that leave gaps are cut into tiles.
+
+    Args:
+        group: loops of one destination with the same number and distance of rows.
+        share: bytes of temporary memory for one move.
+    """
+    group.sort(key=lambda loops: loops.copy.dst.offset)
+    period = group[0].period
+    pending: list[Loops] = []
+    for loops in group:
+        if pending and loops.copy.dst.offset + loops.row_span > pending[0].copy.dst.offset + period:
+            yield from _mosaic(pending, share)
+            pending = []
+        pending.append(loops)
+    yield from _mosaic(pending, share)
+
+
+def _mosaic(parts: list[Loops], share: int) -> Iterator[Mosaic | Tile]:
+    period = parts[0].period
+    rows = min(share // 16, MOSAIC_BYTES) // period
+    if rows == 0 or sum(loops.row_bytes for loops in parts) != period:
+        for loops in parts:
+            yield from _tiles(loops, share)
+        return
+    count = parts[0].dims[0].size
+    base = parts[0].copy.dst.offset
+    for first in range(0, count, rows):
+        n = min(rows, count - first)
+        cut = [
+            _tile(loops, first * outer.src, first * outer.dst, [Dim(n, outer.src, outer.dst), *inner])
+            for loops in parts
+            for outer, *inner in [loops.dims]
+        ]
+        yield Mosaic(cut, base + first * period, n * period)

@@ -206,7 +206,7 @@ class FileStorage(Storage):
             path = f"/dev/fd/{self.fileno()}"
             self._mapping = torch.UntypedStorage.from_file(path, shared=False, nbytes=self.nbytes)
         part = self._mapping[offset : offset + count * dtype.itemsize]
-        tensor.set_(part, 0, (count,))
+        tensor.set_(part, 0, (count,), (1,))
         return tensor.view(tuple(size))
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -101,7 +101,7 @@ def load(spec: str, config: object = None) -> AnyLayout:
     if callable(found) and not isinstance(found, Layout) and _takes_config(found):
         found = found(config=config)
     if not callable(found):
-        raise LayoutError(f"'{spec}' is a {type(found).__name__}, not a layout. Make it a Layout or a function.")
+        raise LayoutError(f"'{spec}' must be a Layout or a function, got {type(found).__name__}.")
     layout: AnyLayout = found
     return layout
 
@@ -109,12 +109,11 @@ def load(spec: str, config: object = None) -> AnyLayout:
 def _run_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise LayoutError(f"'{path}' is not a file. A layout of yours is written as path/to/file.py:name.")
-    spec = importlib.util.spec_from_file_location(f"hf_stream_layout_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise LayoutError(f"'{path}' cannot be read as Python.")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(f"hf_stream_layout_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # a dataclass looks up its module there
     try:
-        spec.loader.exec_module(module)
+        exec(compile(path.read_bytes(), path, "exec"), vars(module))
     except Exception as error:
         raise LayoutError(f"'{path}' failed: {type(error).__name__}: {error}") from error
     return module

@@ -6,7 +6,20 @@ import pytest
 import torch
 
 from hf_stream.errors import LayoutError
-from hf_stream.layouts import Cast, Concat, Drop, Layout, Rename, Split, Stack, Transpose, Unstack
+from hf_stream.layouts import (
+    Apply,
+    Cast,
+    Concat,
+    Drop,
+    Layout,
+    Rearrange,
+    Rename,
+    Slice,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -125,10 +138,13 @@ def test_every_rule_can_be_scoped() -> None:
         Stack("e.{i}", "e"),
         Unstack("u", "u.{i}"),
         Transpose(["t", "t2"]),
+        Rearrange("r", "a b -> b a"),
+        Slice("l", 0, 1),
+        Apply(["f", "f2"], ["g", "g2"], lambda f, f2: (f2, f)),
         Cast("c", torch.bfloat16),
         Drop("d"),
     ]
-    names = ["a", "q", "k", "s", "e.0", "e.1", "u", "t", "t2", "c", "d", "rest"]
+    names = ["a", "q", "k", "s", "e.0", "e.1", "u", "t", "t2", "r", "l", "f", "f2", "c", "d", "rest"]
     plain = Layout(rules)(zeros(*names))
     scoped = Layout(rules).scoped("m.", "n.")({f"m.{name}": tensor for name, tensor in zeros(*names).items()})
     assert list(scoped) == [f"n.{name}" for name in plain]

@@ -38,7 +38,15 @@ def test_a_name_that_is_not_known_is_answered_with_those_that_are() -> None:
 
 
 FILE = """
+from __future__ import annotations
+
+import dataclasses
+
 from hf_stream.layouts import Layout, Rename
+
+@dataclasses.dataclass
+class Sizes:
+    heads: int = 8
 
 fixed = Layout([Rename("a", "b")])
 
@@ -56,6 +64,7 @@ class Callable:
         return {"called": tensor for tensor in tensors.values()}
 
 called = Callable()
+builtin = dict
 number = 3
 
 def wrong(config):
@@ -72,7 +81,14 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [("fixed", "b"), ("sized", "b7"), ("keyword_only", "b7"), ("function", "A"), ("called", "called")],
+    [
+        ("fixed", "b"),
+        ("sized", "b7"),
+        ("keyword_only", "b7"),
+        ("function", "A"),
+        ("called", "called"),
+        ("builtin", "a"),
+    ],
 )
 def test_load_tells_layouts_functions_of_config_and_functions_of_tensors_apart(
     file: Path, name: str, wanted: str
@@ -84,9 +100,9 @@ def test_load_tells_layouts_functions_of_config_and_functions_of_tensors_apart(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", "has no 'nothing'. It has: Layout, Rename, fixed, sized"),
-        ("number", "is a int, not a layout"),
-        ("wrong", "is a int, not a layout"),
+        ("nothing", "has no 'nothing'. It has: Layout, Rename, Sizes, fixed, sized"),
+        ("number", "must be a Layout or a function, got int"),
+        ("wrong", "must be a Layout or a function, got int"),
     ],
 )
 def test_load_refuses_what_is_not_a_layout(file: Path, name: str, message: str) -> None:

@@ -25,6 +25,8 @@ def match(pattern: str, name: str) -> dict[str, str] | None:
         ("layers.{layer}.w", "layers.3.4.w", None),
         ("layers.{layer}.w", "layers..w", None),
         ("layer_{i}_{j}.w", "layer_3_q.w", {"i": "3", "j": "q"}),
+        ("a+{i}*.w", "a+3*.w", {"i": "3"}),
+        ("a+{i}*.w", "aa3*.w", None),
         ("{i}.{i}", "3.3", {"i": "3"}),
         ("{i}.{i}", "3.4", None),
         ("experts.{e:int}", "experts.10", {"e": "10"}),

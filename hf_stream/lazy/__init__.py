@@ -1,1 +1,8 @@
-"""Tensors that are not loaded yet."""
+"""Tensors that are not loaded yet: expressions over bytes, and how they become copies."""
+
+from __future__ import annotations
+
+from hf_stream.lazy.run import materialize, write_into
+from hf_stream.lazy.tensor import LazyTensor
+
+__all__ = ["LazyTensor", "materialize", "write_into"]

@@ -1,0 +1,104 @@
+"""The files that a set of named tensors becomes: shard names, headers and the index, all known before any data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hf_stream.formats.index import encode_index
+from hf_stream.formats.safetensors import Header, encode_header
+from hf_stream.formats.shards import split_into_shards
+
+DEFAULT_MAX_SHARD_SIZE = "5GB"
+DEFAULT_PATTERN = "model{suffix}.safetensors"
+
+
+class TensorLike(Protocol):
+    """What has a shape and a dtype: real, lazy and meta tensors, or a spec of one's own."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One safetensors file to be: its name, the bytes of its header, and where its tensors go."""
+
+    name: str
+    prefix: bytes
+    header: Header
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """All weight files of a checkpoint to be.
+
+    Attributes:
+        shards: in order.
+        small: other files by name: the index, where there are several shards.
+        entry: the file that makes a directory loadable: the index, or the only shard.
+        family: matches every weight file that an earlier save under these names may have left.
+    """
+
+    shards: tuple[ShardFile, ...]
+    small: Mapping[str, bytes]
+    entry: str
+    family: re.Pattern[str]
+
+    @classmethod
+    def plan(
+        cls,
+        specs: Mapping[str, TensorLike],
+        *,
+        max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+        metadata: Mapping[str, str] | None = None,
+        pattern: str = DEFAULT_PATTERN,
+        index: str | None = None,
+        index_metadata: Mapping[str, object] | None = None,
+        groups: Mapping[str, Hashable] | None = None,
+    ) -> CheckpointFiles:
+        """Spread tensors over shards as `huggingface_hub.split_torch_state_dict_into_shards` does.
+
+        Args:
+            specs: Anything with a shape and a dtype, by name.
+            max_shard_size: Bytes, or a string such as "5GB"; a larger tensor gets a shard of its own.
+            metadata: Text entries for each file's header; `format: pt` is added, as transformers does.
+            pattern: File name with `{suffix}` where the shard number goes.
+            index: File name of the index; the single file's name with ".index.json" after it by default.
+            index_metadata: More entries for the index's metadata, before `total_size`.
+            groups: Names with equal ids go to one shard.
+
+        Raises:
+            FormatError: The format cannot hold a name, a type or a shape.
+        """
+        sizes = {name: spec.shape.numel() * spec.dtype.itemsize for name, spec in specs.items()}
+        split = split_into_shards(sizes, max_shard_size, pattern, groups)
+        metadata = {"format": "pt", **(metadata or {})}
+        shards = []
+        for file, names in split.filename_to_tensors.items():
+            prefix, header = encode_header({name: (specs[name].dtype, specs[name].shape) for name in names}, metadata)
+            shards.append(ShardFile(file, prefix, header))
+        single = pattern.format(suffix="")
+        index = index or single + ".index.json"
+        family = _family(pattern, index)
+        if not split.is_sharded:
+            return cls(tuple(shards), {}, single, family)
+        content = encode_index(split.tensor_to_filename, {**(index_metadata or {}), "total_size": split.total_size})
+        return cls(tuple(shards), {index: content}, index, family)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(shard.header.nbytes for shard in self.shards) + sum(map(len, self.small.values()))
+
+
+def _family(pattern: str, index: str) -> re.Pattern[str]:
+    before, after = (re.escape(part) for part in pattern.split("{suffix}"))
+    return re.compile(rf"{before}(-\d{{5}}-of-\d{{5}})?{after}|{re.escape(index)}")

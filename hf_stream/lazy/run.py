@@ -1,0 +1,171 @@
+"""Run lazies: every result's copies at once, then deferred operations one by one, each freed before the next."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, overload
+
+import torch
+
+from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE, Progress, execute, progress_bar
+from hf_stream.copying.plan import Copy
+from hf_stream.copying.region import Region
+from hf_stream.storage.file import FileStorage
+from hf_stream.storage.memory import MemoryStorage, advise_huge_pages
+from hf_stream.lazy.dispatch import materialize_inputs
+from hf_stream.lazy.lower import Pending, lower
+from hf_stream.lazy.sources import Compute
+from hf_stream.lazy.tensor import LazyTensor
+
+Job = tuple[torch.Tensor, Region, str]
+
+_NOWHERE = MemoryStorage(torch.empty(0))
+
+
+def write_into(
+    jobs: Iterable[Job],
+    *,
+    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    progress: bool | Progress | None = False,
+    desc: str = "",
+) -> None:
+    """Fill each region with its tensor's elements, cast to the region's dtype.
+
+    Args:
+        jobs: Triples of a tensor (lazy or real), the region to fill (the same size) and a name for error messages.
+        buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        progress: True for a bar in bytes, None for a bar on terminals only, or an object with `update(n)`.
+        desc: What the bar says.
+
+    Raises:
+        CopyError: Reading or writing failed; names the tensor and the files.
+    """
+    with planning():
+        copies, pending = plan_jobs(jobs)
+    total = sum(copy.dst.nbytes for copy in copies)
+    total += sum(entry.nbytes for entries in pending.values() for entry in entries)
+    with progress_bar(progress, total, desc) as bar:
+        execute(copies, buffer_size=buffer_size, progress=bar or False)
+        for compute in list(pending):
+            entries = pending.pop(compute)
+            outputs = _run(compute)
+            execute(
+                [entry.copy_from(outputs[entry.output.index or 0]) for entry in entries],
+                buffer_size=buffer_size,
+                progress=bar or False,
+            )
+            del outputs
+
+
+def plan_jobs(jobs: Iterable[Job]) -> tuple[list[Copy], dict[Compute, list[Pending]]]:
+    """The copies of all jobs, and the boxes that wait for each deferred operation. Reads nothing."""
+    copies: list[Copy] = []
+    pending: dict[Compute, list[Pending]] = {}
+    for tensor, region, name in jobs:
+        for entry in lower(LazyTensor.from_tensor(tensor), region, name):
+            if isinstance(entry, Copy):
+                copies.append(entry)
+            else:
+                pending.setdefault(entry.output.compute, []).append(entry)
+    return copies, pending
+
+
+def _run(compute: Compute) -> list[torch.Tensor]:
+    args, kwargs = materialize_inputs((compute.args, dict(compute.kwargs)))
+    out = compute.func(*args, **kwargs)
+    tensors = [out] if isinstance(out, torch.Tensor) else list(out)
+    return [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+
+
+@overload
+def materialize(tensors: Mapping[str, torch.Tensor], **kwargs: Any) -> dict[str, torch.Tensor]: ...
+@overload
+def materialize(tensors: Iterable[torch.Tensor], **kwargs: Any) -> list[torch.Tensor]: ...
+def materialize(
+    tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor],
+    *,
+    device: torch.device | str | None = None,
+    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    progress: bool | Progress | None = False,
+    desc: str = "",
+    alias: bool = False,
+) -> dict[str, torch.Tensor] | list[torch.Tensor]:
+    """Read many tensors at once, in parallel.
+
+    Args:
+        tensors: A mapping, or an iterable, of tensors; real ones are given back as they are (moved to `device`). The
+            same LazyTensor given twice becomes the same tensor twice; a parameter becomes a parameter, with the
+            attributes other code has set on it.
+        device: Where to put the results; each tensor's own device by default.
+        buffer_size: Bytes in flight beyond the results, at most; the inputs of one deferred operation come on top.
+        progress: True for a bar in bytes, None for a bar on terminals only, or an object with `update(n)`.
+        desc: What the bar says.
+        alias: Whether a CPU tensor that lies in a file just as it is may be given as a private (copy-on-write)
+            mapping of the file instead of a copy. Nothing is read then until it is used; the file must not be
+            truncated or written to while the tensor lives.
+
+    Returns:
+        The tensors, contiguous, under the same names or in the same order.
+
+    Raises:
+        CopyError: Reading failed; names the tensor and the file.
+    """
+    items = list(tensors.items()) if isinstance(tensors, Mapping) else [("", tensor) for tensor in tensors]
+    results: dict[int, torch.Tensor] = {}
+    jobs: list[Job] = []
+    for name, tensor in items:
+        if id(tensor) in results:
+            continue
+        if not isinstance(tensor, LazyTensor):
+            results[id(tensor)] = tensor if device is None else tensor.to(device)
+            continue
+        target = torch.device(device or tensor.device)
+        real = _mapped(tensor) if alias and target.type == "cpu" else None
+        if real is None:
+            real = torch.empty(tensor.shape, dtype=tensor.dtype, device=target)
+            advise_huge_pages(real)
+            jobs.append((tensor, Region.of(real), name))
+        results[id(tensor)] = _dressed(real, tensor)
+    write_into(jobs, buffer_size=buffer_size, progress=progress, desc=desc)
+    if isinstance(tensors, Mapping):
+        return {name: results[id(tensor)] for name, tensor in items}
+    return [results[id(tensor)] for _, tensor in items]
+
+
+def _mapped(lazy: LazyTensor) -> torch.Tensor | None:
+    """The tensor as a private mapping of its file, if it lies there in one piece and as this dtype."""
+    entries = list(islice(lower(lazy, Region.contiguous(_NOWHERE, lazy.dtype, lazy.shape)), 2))
+    if len(entries) != 1 or not isinstance(entries[0], Copy):
+        return None
+    (copy,) = entries
+    src = copy.src
+    plain = not copy.via and src.dtype == lazy.dtype and src.is_contiguous and copy.dst.is_contiguous
+    if not plain or not isinstance(src.storage, FileStorage):
+        return None
+    mapped = src.storage.alias(src.offset, src.dtype, src.size)
+    return None if mapped is None else mapped.view(lazy.shape)
+
+
+def _dressed(real: torch.Tensor, lazy: LazyTensor) -> torch.Tensor:
+    """`real` as the parameter or plain tensor that `lazy` was, with the attributes set on it."""
+    if isinstance(lazy, torch.nn.Parameter):
+        real = torch.nn.Parameter(real, requires_grad=lazy.requires_grad)
+    for name, value in lazy.attributes.items():
+        if name != "_is_param":
+            setattr(real, name, value)
+    return real
+
+
+@contextmanager
+def planning() -> Iterator[None]:
+    """Garbage collection off: planning makes many small objects and no cycles, and each collection looks at them all."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

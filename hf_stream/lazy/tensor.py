@@ -1,0 +1,162 @@
+"""LazyTensor: a torch.Tensor with a shape, a dtype and a device, whose data is not loaded yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hf_stream.copying.region import Region
+from hf_stream.errors import LazyTensorError
+from hf_stream.storage.base import Storage
+from hf_stream.storage.memory import MemoryStorage
+from hf_stream.lazy.sources import Leaf, Source
+
+_OWN_ATTRIBUTES = frozenset({"_source", "_window"})
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor whose value is an expression over bytes that are still where they are.
+
+    View ops, `cat`, `stack`, casts and device moves build expressions and read nothing; other ops are deferred until
+    a result is needed. `materialize()` and `real.copy_(lazy)` read. Results equal eager PyTorch bit for bit. Reading
+    `shape`, `dtype`, `repr` or deep-copying never reads data; writing into a LazyTensor, or asking for its memory,
+    raises `LazyTensorError`.
+
+    Real tensors in an expression are held by reference: what is read is their value when the result is materialised.
+
+    >>> x = LazyTensor.from_tensor(torch.arange(6.0).reshape(2, 3))
+    >>> x.T[1:]
+    LazyTensor(shape=[2, 2], dtype=torch.float32, device='cpu')
+    >>> x.T[1:].materialize()
+    tensor([[1., 4.],
+            [2., 5.]])
+    """
+
+    # Sizes, strides, offset and dtype as a meta tensor: torch itself does the arithmetic of view ops on it.
+    _window: torch.Tensor
+    _source: Source
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, window: torch.Tensor, source: Source, device: torch.device | str = "cpu") -> LazyTensor:
+        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            window.size(),
+            strides=window.stride(),
+            storage_offset=window.storage_offset(),
+            dtype=window.dtype,
+            device=device,
+        )
+        # C++ code that bypasses dispatch (gloo, for one) would otherwise be handed a null pointer.
+        torch._C._set_throw_on_mutable_data_ptr(lazy)
+        lazy._window = window
+        lazy._source = source
+        return lazy
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        # torch.Tensor.__init__ takes no arguments; __new__ has done everything.
+        super().__init__()
+
+    @classmethod
+    def from_storage(cls, storage: Storage, dtype: torch.dtype, shape: Sequence[int], offset: int) -> LazyTensor:
+        """The contiguous tensor of `shape` whose bytes begin at byte `offset` of `storage`."""
+        return cls(torch.empty(shape, dtype=dtype, device="meta"), Leaf(storage, offset))
+
+    @classmethod
+    def from_region(cls, region: Region, device: torch.device | str = "cpu") -> LazyTensor:
+        """The tensor that a strided region of a storage holds."""
+        window = torch.empty_strided(region.size, region.stride, dtype=region.dtype, device="meta")
+        return cls(window, Leaf(region.storage, region.offset), device)
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> LazyTensor:
+        """A lazy view of a real tensor's memory (strides and storage offset included); a LazyTensor is given back."""
+        if isinstance(tensor, cls):
+            return tensor
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        window = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        return cls(window, Leaf(MemoryStorage(tensor), tensor.storage_offset() * tensor.itemsize), tensor.device)
+
+    def materialize(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read the data: into `out` (same shape; cast to its dtype), or into a new contiguous tensor on this device."""
+        from hf_stream.lazy.run import materialize, write_into
+
+        if out is None:
+            return materialize([self])[0]
+        if out.shape != self.shape:
+            raise LazyTensorError(
+                f"cannot materialize shape {list(self.shape)} into a tensor of shape {list(out.shape)}; pass out= of the same shape"
+            )
+        write_into([(self, Region.of(out), "")])
+        return out
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Attributes set on this tensor by other code (`_is_hf_initialized` and the like)."""
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN_ATTRIBUTES}
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        from hf_stream.lazy.dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if self.dim() else super().__format__(spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+        if id(self) in memo:
+            known: LazyTensor = memo[id(self)]
+            return known
+        copy = LazyTensor(self._window, self._source, self.device)
+        copy.__dict__.update(self.attributes)
+        copy.requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def tolist(self) -> Any:
+        """The values as nested lists, read now."""
+        return self.materialize().tolist()
+
+    def _get_data(self) -> LazyTensor:
+        return self.detach()  # type: ignore[return-value]
+
+    def _set_data(self, value: torch.Tensor) -> None:
+        # Torch swaps the metadata in C++ without dispatching; the expression must change with it.
+        if not isinstance(value, LazyTensor):
+            _refuse("assign a real tensor to .data of", "replace the parameter in its module instead")
+        torch.Tensor.data.__set__(self, value)
+        self._window, self._source = value._window, value._source
+
+    data = property(_get_data, _set_data)  # type: ignore[assignment]
+
+
+def _refuse(what: str, instead: str = "call .materialize() first") -> NoReturn:
+    raise LazyTensorError(f"cannot {what} a LazyTensor: its data is not loaded; {instead}")
+
+
+def _guard(what: str) -> Callable[..., NoReturn]:
+    def method(self: LazyTensor, *_: Any, **__: Any) -> NoReturn:
+        _refuse(what)
+
+    return method
+
+
+# These never reach __torch_dispatch__: unguarded they give address 0, zeros, or a crash.
+for _names, _what in (
+    (("data_ptr", "const_data_ptr", "mutable_data_ptr"), "take the address of"),
+    (("storage", "untyped_storage", "_typed_storage"), "take the storage of"),
+    (("numpy", "__array__", "__dlpack__"), "export the data of"),
+    (("share_memory_",), "share the memory of"),
+    (("__reduce_ex__", "__reduce__"), "pickle"),
+):
+    for _name in _names:
+        setattr(LazyTensor, _name, _guard(_what))

@@ -1,11 +1,11 @@
 """Runs contenders on one piece of work in turn, each time in a fresh process, and prints medians and ratios.
 
-A script describes its cases and calls `main`. The driving process makes the seeded checkpoints, warms the page cache
-and starts one worker process per contender and turn (A B C A B C ...). A worker imports and prepares, does the work once
-on a checkpoint of a few MB so that lazy imports are not counted, waits for the driver to start sampling its memory, then
+A script describes its cases and calls `main`. The driving process makes the seeded checkpoints and starts one worker
+process per contender and turn (A B C A B C ...). A worker imports and prepares, does the work once on a checkpoint of a
+few MB so that lazy imports are not counted, waits until the page cache is warm and its memory is being sampled, then
 does the work once and reports. Times are of the work alone; memory is counted from just before it.
 
-All data, 10 GB at most, lies under `--data` and is kept for the next run, except what the work itself wrote.
+Checkpoints, 6 GB, are kept under `--data` for the next run; what the work wrote is removed.
 """
 
 from __future__ import annotations
@@ -118,8 +118,7 @@ def _compare(name: str, case: Case, options: argparse.Namespace) -> dict[str, An
     for turn in range(options.repeat):
         for contender in contenders:
             print(f"{name}: {contender}, turn {turn + 1} of {options.repeat}", file=sys.stderr)
-            _warm_page_cache(source)
-            runs[contender].append(_start_worker(name, contender, options))
+            runs[contender].append(_start_worker(name, contender, source, options))
 
     if options.check:
         prints = {
@@ -144,15 +143,17 @@ def _compare(name: str, case: Case, options: argparse.Namespace) -> dict[str, An
 
 
 def _warm_page_cache(directory: Path) -> None:
-    os.sync()  # what the run before left to be written would slow this one down
     for path in directory.iterdir():
         with open(path, "rb", buffering=0) as file:
             while file.read(8 * MIB):
                 pass
 
 
-def _start_worker(case: str, contender: str, options: argparse.Namespace) -> dict[str, Any]:
+def _start_worker(case: str, contender: str, source: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Let a fresh process do the work once and return what it reported and what was seen from outside."""
+    os.sync()  # what the run before left to be written would slow this one down
+    wanted = 3 * sum(path.stat().st_size for path in source.iterdir())
+    reserve = measure.Reserve(min(wanted, measure.available_memory() // 2))
     command = [sys.executable, sys.argv[0], "--worker", case, contender, "--data", str(options.data)]
     command += ["--scale", str(options.scale)]
     command += ["--check"] * options.check + ["--no-warm-up"] * (not options.warm_up)
@@ -167,7 +168,9 @@ def _start_worker(case: str, contender: str, options: argparse.Namespace) -> dic
         assert worker.stdout is not None
         if worker.stdout.readline() != "ready\n":
             raise SystemExit(f"{case}: {contender} failed while preparing, see above")
+        _warm_page_cache(source)
         sampler = measure.PeakSampler(worker.pid)
+        reserve.release()
         worker.stdin.write("go\n")
         worker.stdin.flush()
         if worker.stdout.readline() != "done\n":

@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import re
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 BATCH_NBYTES = 16 << 20
+_of_thread = threading.local()
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
 
@@ -89,7 +91,7 @@ def _allocate(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, huge_pages
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     memory = mmap.mmap(-1, sum(sizes.values()) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    parts = torch.frombuffer(memory, dtype=dtype).split(list(sizes.values()))
+    parts = torch.split(torch.frombuffer(memory, dtype=dtype), list(sizes.values()))
     return {name: part.view(shapes[name]) for name, part in zip(sizes, parts, strict=True)}
 
 
@@ -114,16 +116,19 @@ def _read(batch: list[Piece], parameters: dict[str, torch.Tensor]) -> None:
 
 
 def _read_and_cast(batch: list[Piece], parameters: dict[str, torch.Tensor]) -> None:
-    buffer = torch.empty(sum(piece.nbytes for piece in batch) // 2, dtype=torch.bfloat16)
-    _preadv(batch, [memoryview(buffer.view(torch.uint8).numpy())])
-    parts = buffer.split([piece.nbytes // 2 for piece in batch])
+    if not hasattr(_of_thread, "buffer"):
+        _of_thread.buffer = torch.empty(BATCH_NBYTES // 2, dtype=torch.bfloat16)
+    sizes = [piece.nbytes // 2 for piece in batch]
+    buffer = _of_thread.buffer[: sum(sizes)]
+    _preadv(batch, [buffer.view(torch.uint8).numpy().data])
+    parts = torch.split(buffer, sizes)
     for piece, part in zip(batch, parts, strict=True):
         parameters[piece.parameter].view(-1)[piece.start : piece.start + part.numel()].copy_(part)
 
 
 def _memory_of(parameter: torch.Tensor, piece: Piece) -> memoryview:
-    memory = memoryview(parameter.view(-1).view(torch.uint8).numpy())
-    return memory[2 * piece.start : 2 * piece.start + piece.nbytes]
+    memory = parameter.view(-1).view(torch.uint8).numpy()
+    return memory[2 * piece.start : 2 * piece.start + piece.nbytes].data
 
 
 def _preadv(batch: list[Piece], buffers: list[memoryview]) -> None:

@@ -65,13 +65,11 @@ def _integer(text: str) -> int | float:
 
 def _float(text: str) -> float:
     # Out of range is decided by the library's own rounding, so that the border lies on the same digit: it keeps the
-    # leading digits that fit 64 bits, and multiplies them by a power of ten in floating point.
+    # leading digits that fit 64 bits (20 near the border) and multiplies them by a power of ten in floating point.
     mantissa, _, exponent = text.lower().partition("e")
     whole, _, fraction = mantissa.lstrip("-").partition(".")
     digits = (whole + fraction).lstrip("0")
     kept = digits[: _U64_DIGITS + 1]
-    if kept and int(kept) > _U64_MAX:
-        kept = kept[:_U64_DIGITS]
     scale = _exponent(exponent) - len(fraction) + len(digits) - len(kept)
     if kept and scale > 0 and math.isinf(float(kept) * float(f"1e{scale}")):
         raise ValueError(f"number out of range: {text[:40]}")

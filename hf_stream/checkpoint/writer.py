@@ -62,7 +62,7 @@ class CheckpointWriter:
             raise
         # What of each tensor is still to come, as boxes.
         self._missing: dict[str, list[Box]] = {
-            name: [whole] if all(stop for _, stop in (whole := tuple((0, n) for n in region.size))) else []
+            name: [tuple((0, n) for n in region.size)] if region.numel else []
             for name, region in self._regions.items()
         }
 

@@ -22,7 +22,8 @@ from hf_stream.lazy.tensor import LazyTensor
 
 Job = tuple[torch.Tensor, Region, str]
 
-_NOWHERE = MemoryStorage(torch.empty(0))
+# A storage for regions that are planned and never run.
+NOWHERE = MemoryStorage(torch.empty(0))
 
 
 def write_into(
@@ -137,7 +138,7 @@ def materialize(
 
 def _mapped(lazy: LazyTensor) -> torch.Tensor | None:
     """The tensor as a private mapping of its file, if it lies there in one piece and as this dtype."""
-    entries = list(islice(lower(lazy, Region.contiguous(_NOWHERE, lazy.dtype, lazy.shape)), 2))
+    entries = list(islice(lower(lazy, Region.contiguous(NOWHERE, lazy.dtype, lazy.shape)), 2))
     if len(entries) != 1 or not isinstance(entries[0], Copy):
         return None
     (copy,) = entries

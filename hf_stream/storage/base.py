@@ -65,7 +65,10 @@ class Storage(ABC):
 
         Args:
             offset: bytes from the start of the storage.
+            dtype: of the tensor.
+            size: of the tensor.
             stride: in elements of `dtype`.
             writable: whether writes to the tensor must reach the storage; without it they must not be made.
         """
+        del offset, dtype, size, stride, writable
         return None

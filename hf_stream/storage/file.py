@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -60,7 +61,7 @@ class FileStorage(Storage):
             storage._open(os.fspath(path), fd)
         except BaseException:
             os.close(fd)
-            os.unlink(path)
+            Path(path).unlink()
             raise
         return storage
 
@@ -94,12 +95,14 @@ class FileStorage(Storage):
             os.close(fd)
 
     def fileno(self) -> int:
+        """The open descriptor."""
         if self._fd < 0:
             raise ValueError(f"'{self.name}' is closed")
         return self._fd
 
     @property
     def place(self) -> Hashable:
+        """Device and inode: other names of the file are the same place."""
         return self._place
 
     @property
@@ -113,15 +116,19 @@ class FileStorage(Storage):
         os.fsync(self.fileno())
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from the file at `offset`."""
         self.read_scattered([buffer], offset)
 
     def write_from(self, buffer: memoryview, offset: int) -> None:
+        """Write `buffer` to the file at `offset`."""
         self.write_gathered([buffer], offset)
 
     def read_scattered(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill `buffers` one after the other, many with one system call."""
         self._transfer(os.preadv, buffers, offset)
 
     def write_gathered(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write `buffers` one after the other, many with one system call."""
         self._transfer(os.pwritev, buffers, offset)
 
     def _transfer(

@@ -43,9 +43,11 @@ class MemoryStorage(Storage):
 
     @property
     def place(self) -> Hashable:
+        """Device and address."""
         return ("memory", str(self.device), self._pointer)
 
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
+        """The memory itself, for CPU tensors."""
         if not self.addressable:
             return super().bytes_at(offset, nbytes)
         if offset < 0 or offset + nbytes > self.nbytes:
@@ -55,14 +57,18 @@ class MemoryStorage(Storage):
         return view
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from the memory at `offset`."""
         torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._flat(offset, len(buffer)))
 
     def write_from(self, buffer: memoryview, offset: int) -> None:
+        """Write `buffer` to the memory at `offset`."""
         self._flat(offset, len(buffer)).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
 
     def window(
         self, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], writable: bool = False
     ) -> torch.Tensor | None:
+        """A view of the memory, always writable."""
+        del writable
         if offset % dtype.itemsize:
             return None
         empty = torch.empty(0, dtype=dtype, device=self.device)

@@ -20,7 +20,8 @@ from hf_stream.checkpoint.writer import finish, reserve
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.errors import CheckpointError
-from hf_stream.lazy import fingerprint, planning, reads, working_set, write_into
+from hf_stream.formats.collector import collector_paused
+from hf_stream.lazy import fingerprint, reads, working_set, write_into
 
 AnyLayout = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
@@ -77,7 +78,7 @@ def plan_conversion(
 ) -> Conversion:
     """Work out what `convert` would do; reads headers only. Arguments and errors as there."""
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    with planning():
+    with collector_paused():
         tensors = dict(checkpoint if layout is None else layout(checkpoint))
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
@@ -153,9 +154,7 @@ def convert(
     return target
 
 
-def _write_shards(
-    staging: Staging, conversion: Conversion, buffer_size: int, progress: bool | Progress | None
-) -> None:
+def _write_shards(staging: Staging, conversion: Conversion, buffer_size: int, progress: bool | Progress | None) -> None:
     regions = reserve(staging, conversion.files)
     todo = [shard for shard in conversion.files.shards if shard.name not in staging.finished]
     total = sum(info.nbytes for shard in todo for info in shard.header.tensors.values())

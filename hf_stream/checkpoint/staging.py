@@ -36,7 +36,7 @@ class Staging:
 
     Attributes:
         path: The directory of the files, until `commit`.
-        finished: Names of the files that an earlier run has finished.
+        finished: Names of the files that are whole, those of an earlier run included.
 
     Raises:
         CheckpointError: The destination is a file, or another process is saving to it.
@@ -73,11 +73,14 @@ class Staging:
         try:
             return FileStorage.create(self.path / (name + _INCOMPLETE), nbytes)
         except OSError as error:
-            raise CheckpointError(f"'{self.directory / name}': cannot reserve {nbytes} bytes: {error.strerror}") from error
+            raise CheckpointError(
+                f"'{self.directory / name}': cannot reserve {nbytes} bytes: {error.strerror}"
+            ) from error
 
     def finish(self, name: str) -> None:
         """Declare a file whole: a later run need not write it again."""
         os.rename(self.path / (name + _INCOMPLETE), self.path / name)
+        self.finished.add(name)
 
     def write(self, name: str, content: bytes) -> None:
         """Add a small file."""

@@ -62,14 +62,15 @@ class CheckpointWriter:
             raise
         # What of each tensor is still to come, as boxes.
         self._missing: dict[str, list[Box]] = {
-            name: [tuple((0, n) for n in region.size)] if region.numel else []
-            for name, region in self._regions.items()
+            name: [tuple((0, n) for n in region.size)] if region.numel else [] for name, region in self._regions.items()
         }
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if not self._open:
             return
         if error is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_stream.lazy.run import materialize, planning, write_into
+from hf_stream.lazy.run import materialize, write_into
 from hf_stream.lazy.survey import fingerprint, reads, working_set
 from hf_stream.lazy.tensor import LazyTensor
 
-__all__ = ["LazyTensor", "fingerprint", "materialize", "planning", "reads", "working_set", "write_into"]
+__all__ = ["LazyTensor", "fingerprint", "materialize", "reads", "working_set", "write_into"]

@@ -165,9 +165,7 @@ def _side_by_side(parts: Sequence[torch.Tensor], dim: int, shape: Sequence[int])
     return all(len(p.shape) == len(shape) and [*p.shape[:dim], *p.shape[dim + 1 :]] == rest for p in parts)
 
 
-def _joined(
-    tensors: Sequence[torch.Tensor], parts: Sequence[LazyTensor], dim: int, shape: Sequence[int]
-) -> LazyTensor:
+def _joined(tensors: Sequence[torch.Tensor], parts: Sequence[LazyTensor], dim: int, shape: Sequence[int]) -> LazyTensor:
     device = parts[0].device
     for part in parts:
         if part.device != device:

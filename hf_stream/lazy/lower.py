@@ -88,9 +88,7 @@ def lower(lazy: LazyTensor, dst: Region, name: str = "") -> Iterator[Copy | Pend
 
 def _copy(box: Box, storage: object, base: int, dst: Region, name: str) -> Copy:
     src = Region(storage, box.dtype, box.size, box.stride, base + box.offset * box.dtype.itemsize)  # type: ignore[arg-type]
-    out = Region(
-        dst.storage, dst.dtype, box.size, box.dst_stride, dst.offset + box.dst_offset * dst.dtype.itemsize
-    )
+    out = Region(dst.storage, dst.dtype, box.size, box.dst_stride, dst.offset + box.dst_offset * dst.dtype.itemsize)
     via: list[torch.dtype] = []
     for dtype in box.casts:
         if dtype != (via[-1] if via else box.dtype):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import Any, overload
 
@@ -13,12 +11,13 @@ import torch
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE, Progress, execute, progress_bar
 from hf_stream.copying.plan import Copy
 from hf_stream.copying.region import Region
-from hf_stream.storage.file import FileStorage
-from hf_stream.storage.memory import MemoryStorage, advise_huge_pages
+from hf_stream.formats.collector import collector_paused
 from hf_stream.lazy.dispatch import materialize_inputs
 from hf_stream.lazy.lower import Pending, lower
 from hf_stream.lazy.sources import Compute
 from hf_stream.lazy.tensor import LazyTensor
+from hf_stream.storage.file import FileStorage
+from hf_stream.storage.memory import MemoryStorage, advise_huge_pages
 
 Job = tuple[torch.Tensor, Region, str]
 
@@ -44,7 +43,7 @@ def write_into(
     Raises:
         CopyError: Reading or writing failed; names the tensor and the files.
     """
-    with planning():
+    with collector_paused():
         copies, pending = plan_jobs(jobs)
     total = sum(copy.dst.nbytes for copy in copies)
     total += sum(entry.nbytes for entries in pending.values() for entry in entries)
@@ -158,15 +157,3 @@ def _dressed(real: torch.Tensor, lazy: LazyTensor) -> torch.Tensor:
         if name != "_is_param":
             setattr(real, name, value)
     return real
-
-
-@contextmanager
-def planning() -> Iterator[None]:
-    """Garbage collection off: planning makes many small objects and no cycles, and each collection looks at them all."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

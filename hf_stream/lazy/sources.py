@@ -78,4 +78,3 @@ class Output:
 
 
 Source: TypeAlias = Leaf | Tiles | Output
-

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from hf_stream.copying.plan import Copy
 from hf_stream.copying.region import Region
+from hf_stream.formats.collector import collector_paused
 from hf_stream.lazy.lower import lower
-from hf_stream.lazy.run import NOWHERE, planning
+from hf_stream.lazy.run import NOWHERE
 from hf_stream.lazy.sources import Compute, Leaf, Source, Tiles
 from hf_stream.lazy.tensor import LazyTensor
 from hf_stream.storage.base import Storage
@@ -22,7 +22,7 @@ from hf_stream.storage.file import FileStorage
 def reads(tensors: Iterable[torch.Tensor]) -> Iterator[Region]:
     """Every region that materialising the tensors would read, the inputs of deferred operations included."""
     done: set[Compute] = set()
-    with planning():
+    with collector_paused():
         todo = [LazyTensor.from_tensor(tensor) for tensor in tensors]
         while todo:
             lazy = todo.pop()

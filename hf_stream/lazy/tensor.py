@@ -9,9 +9,9 @@ import torch
 
 from hf_stream.copying.region import Region
 from hf_stream.errors import LazyTensorError
+from hf_stream.lazy.sources import Leaf, Source
 from hf_stream.storage.base import Storage
 from hf_stream.storage.memory import MemoryStorage
-from hf_stream.lazy.sources import Leaf, Source
 
 _OWN_ATTRIBUTES = frozenset({"_source", "_window"})
 

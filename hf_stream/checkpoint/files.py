@@ -62,6 +62,7 @@ class CheckpointFiles:
         pattern: str = DEFAULT_PATTERN,
         index: str | None = None,
         index_metadata: Mapping[str, object] | None = None,
+        sizes: Mapping[str, int] | None = None,
         groups: Mapping[str, Hashable] | None = None,
     ) -> CheckpointFiles:
         """Spread tensors over shards as `huggingface_hub.split_torch_state_dict_into_shards` does.
@@ -73,13 +74,14 @@ class CheckpointFiles:
             pattern: File name with `{suffix}` where the shard number goes.
             index: File name of the index; the single file's name with ".index.json" after it by default.
             index_metadata: More entries for the index's metadata, before `total_size`.
+            sizes: Bytes that tensors count with, where they are not their own (those of a larger storage, say).
             groups: Names with equal ids go to one shard.
 
         Raises:
             FormatError: The format cannot hold a name, a type or a shape.
         """
-        sizes = {name: spec.shape.numel() * spec.dtype.itemsize for name, spec in specs.items()}
-        split = split_into_shards(sizes, max_shard_size, pattern, groups)
+        own = {name: spec.shape.numel() * spec.dtype.itemsize for name, spec in specs.items()}
+        split = split_into_shards({**own, **(sizes or {})}, max_shard_size, pattern, groups)
         metadata = {"format": "pt", **(metadata or {})}
         shards = []
         for file, names in split.filename_to_tensors.items():

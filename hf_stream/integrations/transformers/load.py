@@ -1,0 +1,219 @@
+"""`from_pretrained`, streaming: transformers gets lazies, and what it has placed in the model is read at the end.
+
+Transformers resolves files, builds the model, renames, converts, casts, assigns devices and reports, all as ever, but
+the tensors it handles are not loaded. Only then is every parameter read, in parallel, straight to its place. The one
+place where this hooks in is `PreTrainedModel._load_pretrained_model`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.modeling_utils import load_state_dict
+
+from hf_stream.checkpoint import AnyLayout, open_files
+from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
+from hf_stream.copying.progress import Progress
+from hf_stream.errors import LayoutError
+from hf_stream.formats.collector import collector_paused
+from hf_stream.lazy import LazyTensor, materialize
+
+Loader = Callable[..., Any]
+Model = TypeVar("Model", covariant=True)
+
+
+class Pretrained(Protocol[Model]):
+    """A class with `from_pretrained`: a model class or an Auto class."""
+
+    def from_pretrained(self, *args: Any, **kwargs: Any) -> Model: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """How to stream the load that is under way."""
+
+    layout: AnyLayout | None = None
+    buffer_size: int = DEFAULT_BUFFER_SIZE
+    progress: bool | Progress | None = None
+
+
+_request: ContextVar[Request | None] = ContextVar("hf_stream_request", default=None)
+
+
+def from_pretrained(
+    cls: Pretrained[Model],
+    pretrained_model_name_or_path: str | os.PathLike[str] | None,
+    *args: Any,
+    layout: AnyLayout | None = None,
+    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    progress: bool | Progress | None = None,
+    **kwargs: Any,
+) -> Model:
+    """`cls.from_pretrained(...)`, reading each parameter straight to its place in its final dtype and layout.
+
+    The model is the one that plain transformers gives, bit for bit. Anonymous memory beyond it stays below `buffer_size`
+    plus the inputs of one deferred operation. On the CPU, parameters that lie in the files just as they are needed are
+    private mappings of the files, as in transformers.
+
+    Args:
+        cls: A model class or an Auto class of transformers.
+        pretrained_model_name_or_path: As in transformers, like all further arguments.
+        layout: Maps the checkpoint's names and tensors to those that the model would have in its own checkpoint;
+            transformers' conversions for the architecture then run on the result.
+        buffer_size: Bytes in flight, at most.
+        progress: True for a bar in bytes, None for a bar on terminals only, False for none.
+
+    Returns:
+        What `cls.from_pretrained` returns.
+
+    Raises:
+        LayoutError: The layout does not fit the checkpoint, or cannot be combined with the other arguments.
+        FormatError, CheckpointError, CopyError: The files cannot be used or read.
+
+    >>> model = hf_stream.from_pretrained(AutoModelForCausalLM, "org/repo", dtype="auto")  # doctest: +SKIP
+    """
+    with _hooked(Request(layout, buffer_size, progress)):
+        return cls.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+
+def current_request() -> Request | None:
+    """How the load that is under way in this context is to stream; None if nobody has asked."""
+    return _request.get()
+
+
+def stream_load(
+    load: Loader,
+    request: Request,
+    model: PreTrainedModel,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    checkpoint_files: Sequence[str] | None,
+    load_config: Any,
+    expected_keys: list[str] | None = None,
+) -> Any:
+    """Run transformers' `_load_pretrained_model` (`load`) on lazies, and read what it has placed in the model."""
+    obstacle = _obstacle(load_config)
+    if obstacle is not None:
+        if request.layout is not None:
+            raise LayoutError(
+                f"a layout cannot be combined with {obstacle}; convert the checkpoint first, with hf_stream.convert"
+            )
+        return load(model, state_dict, checkpoint_files, load_config, expected_keys)
+    tensors = _open(state_dict, checkpoint_files, load_config)
+    if request.layout is not None:
+        with collector_paused():
+            tensors = request.layout(tensors)
+    token = _request.set(None)
+    try:
+        with collector_paused(), _no_thread_pool():
+            result = load(model, dict(tensors), checkpoint_files, load_config, expected_keys)
+    finally:
+        _request.reset(token)
+    materialize_model(model, request)
+    return result
+
+
+def materialize_model(model: nn.Module, request: Request) -> None:
+    """Read every lazy parameter and buffer of a model, in parallel, and put the real ones in their places."""
+    places: list[tuple[dict[str, Any], str, LazyTensor]] = [
+        (slots, name, tensor)
+        for module in model.modules()
+        for slots in (module._parameters, module._buffers)
+        for name, tensor in slots.items()
+        if isinstance(tensor, LazyTensor)
+    ]
+    reals = materialize(
+        [tensor for _, _, tensor in places],
+        buffer_size=request.buffer_size,
+        progress=request.progress,
+        desc="Loading",
+        alias=True,
+    )
+    for (slots, name, _), real in zip(places, reals, strict=True):
+        slots[name] = real
+
+
+def _open(
+    state_dict: Mapping[str, torch.Tensor] | None, checkpoint_files: Sequence[str] | None, load_config: Any
+) -> Mapping[str, torch.Tensor]:
+    if state_dict is not None:
+        return {name: LazyTensor.from_tensor(tensor) for name, tensor in state_dict.items()}
+    files = checkpoint_files or []
+    if files and all(file.endswith(".safetensors") for file in files):
+        return open_files(load_config.pretrained_model_name_or_path or files[0], files)
+    loaded: dict[str, torch.Tensor] = {}
+    for file in files:
+        loaded.update(load_state_dict(file, weights_only=load_config.weights_only, disable_mmap=load_config.disable_mmap))
+    return {name: LazyTensor.from_tensor(tensor) for name, tensor in loaded.items()}
+
+
+def _obstacle(load_config: Any) -> str | None:
+    """What in a load needs real tensors on the way, in words; None if nothing does."""
+    if load_config.hf_quantizer is not None:
+        return "a quantized model"
+    if "disk" in (load_config.device_map or {}).values():
+        return "offloading to disk"
+    if load_config.device_mesh is not None:
+        return "a device mesh"
+    if is_deepspeed_zero3_enabled():
+        return "DeepSpeed ZeRO-3"
+    return None
+
+
+@contextmanager
+def _no_thread_pool() -> Iterator[None]:
+    """Transformers' loading threads have nothing to wait for here, and slow symbolic work down."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+_hook_lock = threading.Lock()
+_hook_users = 0
+_plain_load: Loader = PreTrainedModel._load_pretrained_model
+
+
+def _load_as_requested(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    request = _request.get()
+    if request is None:
+        return _plain_load(model, *args, **kwargs)
+    return stream_load(_plain_load, request, model, *args, **kwargs)
+
+
+@contextmanager
+def _hooked(request: Request) -> Iterator[None]:
+    """Stream the loads of this context: Auto classes choose the class to load themselves, so the base class is hooked.
+
+    Loads in other threads see the hook and pass through it untouched; it is gone with its last user.
+    """
+    global _hook_users, _plain_load
+    with _hook_lock:
+        if _hook_users == 0:
+            _plain_load = PreTrainedModel._load_pretrained_model
+            PreTrainedModel._load_pretrained_model = staticmethod(_load_as_requested)
+        _hook_users += 1
+    token = _request.set(request)
+    try:
+        yield
+    finally:
+        _request.reset(token)
+        with _hook_lock:
+            _hook_users -= 1
+            if _hook_users == 0:
+                PreTrainedModel._load_pretrained_model = staticmethod(_plain_load)

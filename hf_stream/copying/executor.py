@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 
+from hf_stream.copying.cuda import devices_of, synchronize
 from hf_stream.copying.plan import Copy, Plan
 from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.schedule import Move, schedule
@@ -48,26 +49,31 @@ def execute(
     threads = max(1, min(threads, total // _WORTH_A_THREAD))
     share = max(1, buffer_size // threads)
     moves = schedule(plan, share)
+    devices = devices_of(plan)
     with progress_bar(progress, total, desc) as bar:
-        _Crew(moves, bar).work(threads, share)
+        synchronize(devices)
+        _Crew(moves, bar, share, pinned=bool(devices)).work(threads)
+        synchronize(devices)
 
 
 class _Crew:
     """Threads that take moves from one list until it is empty or one of them fails."""
 
-    def __init__(self, moves: Sequence[Move], bar: Progress | None) -> None:
+    def __init__(self, moves: Sequence[Move], bar: Progress | None, share: int, pinned: bool) -> None:
+        self._share = share
+        self._pinned = pinned
         self._moves = iter(moves)
         self._bar = bar
         self._lock = threading.Lock()
         self._error: BaseException | None = None
 
-    def work(self, threads: int, share: int) -> None:
+    def work(self, threads: int) -> None:
         """Work in `threads` threads, the calling one included; returns when all have stopped."""
-        helpers = [threading.Thread(target=self._run, args=(share,), daemon=True) for _ in range(threads - 1)]
+        helpers = [threading.Thread(target=self._run, daemon=True) for _ in range(threads - 1)]
         for helper in helpers:
             helper.start()
         try:
-            self._run(share)
+            self._run()
         finally:
             # After a KeyboardInterrupt too: memory must not be written to once the caller has it back.
             self._stop()
@@ -80,8 +86,8 @@ class _Crew:
         with self._lock:
             self._moves = iter(())
 
-    def _run(self, share: int) -> None:
-        scratch = Scratch(share)
+    def _run(self) -> None:
+        scratch = Scratch(self._share, self._pinned)
         while True:
             with self._lock:
                 move = next(self._moves, None)

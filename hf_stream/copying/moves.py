@@ -82,6 +82,11 @@ class Tile:
         """File and byte where the move starts to read, or to write if it comes from memory."""
         return _position(self.copy, self.src.offset, self.dst.offset)
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether the bytes go over as they are."""
+        return not self.via and self.src.dtype == self.dst.dtype
+
     def perform(self, scratch: Scratch) -> None:
         """Move the elements, through `scratch` where a side is not best mapped."""
         scratch.clear()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_stream.copying.cuda import Download, Upload
 from hf_stream.copying.elements import BOX_ELEMENTS
 from hf_stream.copying.geometry import Dim, merge_dims, offsets, split_run, tiles
 from hf_stream.copying.moves import Mosaic, Run, Runs, Tile
@@ -164,12 +165,20 @@ def _tile(loops: Loops, src_at: int, dst_at: int, box: Sequence[Dim]) -> Tile:
     copy, size = loops.copy, tuple(dim.size for dim in box)
     src_start = copy.src.offset + src_at * loops.src_dtype.itemsize
     dst_start = copy.dst.offset + dst_at * loops.dst_dtype.itemsize
-    return Tile(
+    return _tile_class(copy.src.storage, copy.dst.storage)(
         copy,
         Region(copy.src.storage, loops.src_dtype, size, tuple(dim.src for dim in box), src_start),
         Region(copy.dst.storage, loops.dst_dtype, size, tuple(dim.dst for dim in box), dst_start),
         copy.via,
     )
+
+
+def _tile_class(src: Storage, dst: Storage) -> type[Tile]:
+    if dst.device.type == "cuda" and src.device.type == "cpu":
+        return Upload
+    if src.device.type == "cuda" and dst.device.type == "cpu" and not dst.addressable:
+        return Download
+    return Tile
 
 
 def _tiles(loops: Loops, share: int) -> Iterator[Tile]:

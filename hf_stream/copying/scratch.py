@@ -17,8 +17,9 @@ class Scratch:
     The memory is only allocated when a copy first needs it.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, pinned: bool = False) -> None:
         self.nbytes = nbytes
+        self._pinned = pinned
         self._buffer: torch.Tensor | None = None
         self._used = 0
 
@@ -41,7 +42,7 @@ class Scratch:
         """
         nbytes = math.prod(size) * dtype.itemsize
         if self._buffer is None:
-            self._buffer = torch.empty(self.nbytes, dtype=torch.uint8)
+            self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
         start, stop = self._used, self._used + nbytes
         if stop > self.nbytes:
             return torch.empty(tuple(size), dtype=dtype)

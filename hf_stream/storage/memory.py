@@ -58,11 +58,19 @@ class MemoryStorage(Storage):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from the memory at `offset`."""
-        torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._flat(offset, len(buffer)))
+        if self.addressable:
+            buffer[:] = self.bytes_at(offset, len(buffer))
+        elif len(buffer):
+            torch.frombuffer(buffer, dtype=torch.uint8).copy_(self._flat(offset, len(buffer)))
 
     def write_from(self, buffer: memoryview, offset: int) -> None:
         """Write `buffer` to the memory at `offset`."""
-        self._flat(offset, len(buffer)).copy_(torch.frombuffer(buffer, dtype=torch.uint8))
+        if self.addressable:
+            self.bytes_at(offset, len(buffer))[:] = buffer
+        elif len(buffer):
+            # torch takes writable buffers only.
+            source = bytearray(buffer) if buffer.readonly else buffer
+            self._flat(offset, len(buffer)).copy_(torch.frombuffer(source, dtype=torch.uint8))
 
     def window(
         self, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], writable: bool = False

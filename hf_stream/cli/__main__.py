@@ -1,0 +1,7 @@
+"""Runs the command line as `python -m hf_stream.cli`."""
+
+from __future__ import annotations
+
+from hf_stream.cli import main
+
+main()

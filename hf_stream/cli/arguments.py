@@ -1,0 +1,96 @@
+"""Options that several commands share, and what their words mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+import torch
+
+from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE
+from hf_stream.errors import FormatError
+from hf_stream.formats.dtypes import TORCH_DTYPES
+from hf_stream.formats.shards import parse_size
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_SHORT = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def _floating_types() -> dict[str, torch.dtype]:
+    """Words for a floating-point type: safetensors' names, torch's names, and the usual short ones."""
+    # Torch has no casts to float4.
+    found = {
+        name.lower(): dtype
+        for name, dtype in TORCH_DTYPES.items()
+        if dtype.is_floating_point and "float4" not in str(dtype)
+    }
+    return found | {str(dtype).removeprefix("torch."): dtype for dtype in found.values()} | _SHORT
+
+
+class DtypeParam(click.ParamType[torch.dtype]):
+    """A floating-point type by any of its names."""
+
+    name = "dtype"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> torch.dtype:
+        types = _floating_types()
+        if value.lower() not in types:
+            self.fail(f"'{value}' is not a floating-point type; known are {', '.join(types)}", param, ctx)
+        return types[value.lower()]
+
+
+class SizeParam(click.ParamType[int]):
+    """A number of bytes, plain or with a unit."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            nbytes = int(value) if value.isdecimal() else parse_size(value)
+        except FormatError as error:
+            self.fail(str(error), param, ctx)
+        if nbytes <= 0:
+            self.fail(f"size '{value}' leaves no room for a tensor", param, ctx)
+        return nbytes
+
+
+source_argument = click.argument("source", metavar="SRC", type=click.Path())
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, with exact numbers, for programs.")
+
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress and no summary; warnings and errors only.")
+
+
+def layout_options(command: Command) -> Command:
+    """Add `--layout` and `--inverse`, for `chosen_layout`."""
+    layout = click.option(
+        "--layout",
+        "-l",
+        "specs",
+        multiple=True,
+        metavar="NAME|FILE.py:NAME",
+        help="How names and shapes change: a name that `hf-stream layouts` lists, sizes then being read from the "
+        "config.json beside the checkpoint; or something in a Python file of yours, which is run. Several apply from "
+        "left to right.",
+    )
+    inverse = click.option("--inverse", is_flag=True, help="Go the other way: the whole of --layout undone.")
+    return layout(inverse(command))
+
+
+def output_options(command: Command) -> Command:
+    """Add `--dtype` and `--max-shard-size`."""
+    dtype = click.option(
+        "--dtype",
+        type=DtypeParam(),
+        metavar="TYPE",
+        help="What floating-point tensors become: bf16, fp16, fp32, or any such type by torch's or safetensors' name.",
+    )
+    max_shard_size = click.option(
+        "--max-shard-size",
+        type=SizeParam(),
+        metavar="SIZE",
+        help=f"Begin a new file beyond this, in bytes or like 200MB.  [default: {DEFAULT_MAX_SHARD_SIZE}]",
+    )
+    return dtype(max_shard_size(command))

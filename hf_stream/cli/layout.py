@@ -1,0 +1,123 @@
+"""From `--layout` and `--inverse` to one layout, with errors that name the word on the command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+import torch
+
+from hf_stream import layouts
+from hf_stream.errors import CheckpointError, HfStreamError, LayoutError
+from hf_stream.layouts import AnyLayout
+
+logger = logging.getLogger(__name__)
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def chosen_layout(specs: Sequence[str], inverse: bool, source: str) -> AnyLayout | None:
+    """The layouts of a command line, one after the other; None without any.
+
+    Args:
+        specs: Names of ready-made layouts, or `path/to/file.py:name`.
+        inverse: Whether to undo them, the last one first.
+        source: The checkpoint, beside which the config.json lies.
+
+    Raises:
+        LayoutError: A layout is not there, or has no inverse; also when the result is called and does not fit.
+    """
+    if not specs:
+        if inverse:
+            raise click.UsageError("--inverse undoes a layout: give --layout as well.", click.get_current_context())
+        return None
+    config = _config_beside(Path(source))
+    steps = [(spec, _find(spec, config, source)) for spec in specs]
+    if inverse:
+        steps = [(spec, _inverse(spec, layout)) for spec, layout in reversed(steps)]
+
+    def layout(tensors: Tensors) -> Tensors:
+        for spec, step in steps:
+            tensors = _apply(spec, step, tensors)
+        return tensors
+
+    return layout
+
+
+def _config_beside(source: Path) -> dict[str, object] | None:
+    path = (source if source.is_dir() else source.parent) / "config.json"
+    if not path.exists():
+        return None
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"'{path}' is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"'{path}' must hold a JSON object, got {type(config).__name__}")
+    return config
+
+
+def _is_file(spec: str) -> bool:
+    return ":" in spec or spec.endswith(".py")
+
+
+def _find(spec: str, config: dict[str, object] | None, source: str) -> AnyLayout:
+    if _is_file(spec):
+        try:
+            return layouts.load(spec, config)
+        except HfStreamError:
+            raise
+        except Exception as error:
+            raise _failure(spec, error) from error
+    try:
+        return layouts.get(spec, config)
+    except LayoutError as error:
+        if config is None and spec in layouts.names():
+            raise LayoutError(f"{error} (There is no config.json beside '{source}' to read sizes from.)") from error
+        raise
+
+
+def _inverse(spec: str, layout: AnyLayout) -> AnyLayout:
+    try:
+        inverse: object = getattr(layout, "inverse", None)
+    except LayoutError as error:
+        raise _failure(spec, error) from error
+    if not callable(inverse):
+        raise LayoutError(f"layout '{spec}' is a function and has no inverse; write it as a Layout of rules")
+    return inverse
+
+
+def _apply(spec: str, layout: AnyLayout, tensors: Tensors) -> Tensors:
+    try:
+        result = layout(tensors)
+    except Exception as error:
+        if _is_file(spec) or isinstance(error, HfStreamError):
+            raise _failure(spec, error) from error
+        raise
+    if _is_file(spec):
+        _check(spec, result)
+    if len(result) == len(tensors) and all(result.get(name) is tensor for name, tensor in tensors.items()):
+        logger.warning("layout '%s' changes nothing: no name fits it", spec)
+    return result
+
+
+def _check(spec: str, result: object) -> None:
+    if not isinstance(result, Mapping):
+        raise LayoutError(f"layout '{spec}' must return a mapping of names to tensors, got {type(result).__name__}")
+    for name, tensor in result.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            kinds = f"{type(name).__name__} to {type(tensor).__name__}"
+            raise LayoutError(f"layout '{spec}' must map str to Tensor, got {kinds} at {name!r}")
+
+
+def _failure(spec: str, error: Exception) -> LayoutError:
+    """What went wrong in a layout, and where in the user's file."""
+    text = str(error) if isinstance(error, HfStreamError) else f"{type(error).__name__}: {error}"
+    path = spec.rpartition(":")[0]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    place = f", line {lines[-1]}" if lines else ""
+    return LayoutError(f"layout '{spec}'{place}: {text}")

@@ -1,0 +1,94 @@
+"""`hf-stream plan`: what a conversion would read and write."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import click
+import torch
+
+from hf_stream.checkpoint import Conversion, open_checkpoint, plan_conversion
+from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE
+from hf_stream.cli.arguments import json_option, layout_options, output_options, source_argument
+from hf_stream.cli.layout import chosen_layout
+from hf_stream.cli.text import count, size, table
+
+
+@click.command()
+@source_argument
+@layout_options
+@output_options
+@json_option
+def plan(
+    source: str,
+    specs: tuple[str, ...],
+    inverse: bool,
+    dtype: torch.dtype | None,
+    max_shard_size: int | None,
+    as_json: bool,
+) -> None:
+    """Show what `convert` with the same options would read and write.
+
+    Reads headers only. With --json, the tensors that each file would hold are listed as well.
+    """
+    conversion = plan_conversion(
+        open_checkpoint(source),
+        layout=chosen_layout(specs, inverse, source),
+        dtype=dtype,
+        max_shard_size=max_shard_size or DEFAULT_MAX_SHARD_SIZE,
+    )
+    click.echo(_as_json(conversion) if as_json else _as_text(conversion))
+
+
+def _as_text(conversion: Conversion) -> str:
+    files, reads = conversion.files, conversion.nbytes_read()
+    rows = [("read", _name(file), "", size(nbytes)) for file, nbytes in reads.items()]
+    rows += [("write", s.name, f"{len(s.header.tensors):,}", size(s.header.nbytes)) for s in files.shards]
+    rows += [("write", name, "", size(len(content))) for name, content in files.small.items()]
+    rows += [("carry", entry.name, "", size(_nbytes(entry))) for entry in conversion.carried]
+    tensors = count(len(conversion.tensors), "tensor")
+    total = (
+        f"reads {size(sum(reads.values()))}, writes {tensors} in {size(files.nbytes)}, "
+        f"needs at most {size(conversion.peak_nbytes())} of memory"
+    )
+    return table(("what", "file", "tensors", "bytes"), rows, right=("tensors", "bytes")) + "\n" + total
+
+
+def _as_json(conversion: Conversion) -> str:
+    files, reads = conversion.files, conversion.nbytes_read()
+    write: list[dict[str, object]] = [
+        {
+            "file": shard.name,
+            "nbytes": shard.header.nbytes,
+            "tensors": [
+                {"name": name, "dtype": info.dtype, "shape": info.shape, "nbytes": info.nbytes}
+                for name, info in shard.header.tensors.items()
+            ],
+        }
+        for shard in files.shards
+    ]
+    write += [{"file": name, "nbytes": len(content), "tensors": []} for name, content in files.small.items()]
+    return json.dumps(
+        {
+            "path": str(conversion.source.path),
+            "nbytes_read": sum(reads.values()),
+            "nbytes_written": files.nbytes,
+            "peak_nbytes": conversion.peak_nbytes(),
+            "read": [{"file": file, "nbytes": nbytes} for file, nbytes in reads.items()],
+            "write": write,
+            "carry": [{"file": entry.name, "nbytes": _nbytes(entry)} for entry in conversion.carried],
+        },
+        indent=2,
+    )
+
+
+def _name(file: str) -> str:
+    return os.path.basename(file) or file
+
+
+def _nbytes(entry: Path) -> int:
+    """Bytes of a file, or of all files in a directory."""
+    inside = entry.rglob("*") if entry.is_dir() else (entry,)
+    return sum(file.stat().st_size for file in inside if file.is_file())

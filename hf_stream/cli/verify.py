@@ -1,0 +1,51 @@
+"""`hf-stream verify`: whether two checkpoints are the same, bit for bit."""
+
+from __future__ import annotations
+
+import click
+
+import hf_stream
+from hf_stream.checkpoint import Differences, open_checkpoint
+from hf_stream.cli.arguments import layout_options, quiet_option
+from hf_stream.cli.layout import chosen_layout
+from hf_stream.cli.program import DIFFERENT, say
+from hf_stream.cli.text import count, printable, size
+
+
+@click.command(epilog="Exit codes: 0 equal; 1 different; 2 an error, usage included.")
+@click.argument("first", metavar="A", type=click.Path())
+@click.argument("second", metavar="B", type=click.Path())
+@layout_options
+@quiet_option
+def verify(first: str, second: str, specs: tuple[str, ...], inverse: bool, quiet: bool) -> int:
+    """Compare checkpoints A and B: names, shapes, types and every bit.
+
+    A line on stdout tells each difference. --layout changes A before it is compared, so that A and what `convert` made
+    of it are equal. In how many files the tensors are makes no difference.
+    """
+    a, b = open_checkpoint(first), open_checkpoint(second)
+    layout = chosen_layout(specs, inverse, first)
+    differences = hf_stream.verify(a, b, layout=layout, progress=False if quiet else None)
+    if differences:
+        click.echo(str(_printable(differences)))
+    if not quiet:
+        say(
+            f"different: {count(_number(differences), 'tensor')}"
+            if differences
+            else f"equal: {count(len(b), 'tensor')}, {size(b.nbytes)}"
+        )
+    return DIFFERENT if differences else 0
+
+
+def _number(found: Differences) -> int:
+    return sum(map(len, (found.missing, found.extra, found.shapes, found.dtypes, found.values)))
+
+
+def _printable(found: Differences) -> Differences:
+    return Differences(
+        missing=list(map(printable, found.missing)),
+        extra=list(map(printable, found.extra)),
+        shapes={printable(name): shapes for name, shapes in found.shapes.items()},
+        dtypes={printable(name): dtypes for name, dtypes in found.dtypes.items()},
+        values={printable(name): value for name, value in found.values.items()},
+    )

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 from hf_stream.copying.region import Region
 
 # Rows looked at one by one before a cluster counts as too fragmented to decide.
 _MAX_PIECES = 1 << 18
+
+
+class Touch(NamedTuple):
+    """A region of at least one element that something reads or writes.
+
+    Attributes:
+        start: first byte, as `region.span` says; so does `stop`.
+        owner: whatever the caller wants back.
+        writes: whether the bytes are written; two reads never conflict.
+    """
+
+    start: int
+    stop: int
+    region: Region
+    owner: int
+    writes: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +34,6 @@ class Extent:
 
     Attributes:
         steps: (count, bytes) of each loop; no loop of one step.
-        owner: whatever the caller wants back.
-        writes: whether the bytes are written; two reads never conflict.
     """
 
     start: int
@@ -29,9 +44,9 @@ class Extent:
     writes: bool
 
     @classmethod
-    def of(cls, region: Region, owner: int, writes: bool) -> Extent:
-        """The extent of a region with at least one element."""
-        start, stop = region.span
+    def of(cls, touch: Touch) -> Extent:
+        """The loops over a region's bytes, merged."""
+        start, stop, region, owner, writes = touch
         run = region.dtype.itemsize
         loops = sorted((step * run, n) for n, step in zip(region.size, region.stride, strict=True) if n > 1 and step)
         steps: list[tuple[int, int]] = []
@@ -63,22 +78,26 @@ class Extent:
             yield replace(self, start=start, stop=start + length, steps=tuple(inner))
 
 
-def find_conflict(extents: Sequence[Extent]) -> tuple[int, int] | None:
-    """Owners of two extents of one storage that share a byte which at least one of them writes.
+_T = TypeVar("_T", Touch, Extent)
 
-    Exact for everything that slicing, joining and reordering tensors makes. Where telling would take too long, a read
-    and a write whose spans overlap count as a conflict, two writes do not.
+
+def find_conflict(touches: Sequence[Touch]) -> tuple[int, int] | None:
+    """Owners of two touches of one storage that share a byte which at least one of them writes.
+
+    No region that is written may repeat a byte itself. Exact for everything that slicing, joining and reordering
+    tensors makes; where telling would take too long, a read and a write whose spans overlap count as a conflict, two
+    writes do not.
     """
-    for cluster in _clusters(extents):
-        found = _conflict_within(cluster)
+    for cluster in _clusters(touches):
+        found = _conflict_within([Extent.of(touch) for touch in cluster])
         if found is not None:
             return found
     return None
 
 
-def _clusters(extents: Sequence[Extent]) -> Iterator[list[Extent]]:
+def _clusters(extents: Sequence[_T]) -> Iterator[list[_T]]:
     """Groups of two or more whose spans overlap, with a write among them."""
-    cluster: list[Extent] = []
+    cluster: list[_T] = []
     reach = 0
     for extent in sorted(extents, key=lambda extent: (extent.start, extent.stop)):
         if cluster and extent.start >= reach:

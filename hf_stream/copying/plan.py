@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_stream.copying.overlap import Extent, find_conflict
+from hf_stream.copying.overlap import Extent, Touch, find_conflict
 from hf_stream.copying.region import Region
 from hf_stream.errors import CopyError
 
@@ -73,21 +73,21 @@ class Plan:
         Raises:
             CopyError: a region reaches beyond its storage, or a byte is written twice or both read and written.
         """
-        touched: dict[Hashable, list[Extent]] = {}
+        touched: dict[Hashable, list[Touch]] = {}
         for index, copy in enumerate(self.copies):
             for region, writes in ((copy.src, False), (copy.dst, True)):
-                if not region.in_bounds:
-                    start, stop = region.span
+                start, stop = region.span
+                if start < 0 or stop > region.storage.nbytes or min(region.stride, default=0) < 0:
                     raise CopyError(
                         f"'{copy.name}': bytes {start} to {stop} lie outside {region.storage.name}, "
                         f"which has {region.storage.nbytes} bytes."
                     )
-                if region.numel:
-                    touched.setdefault(region.storage.place, []).append(Extent.of(region, index, writes))
-            if copy.dst.numel and _repeats(copy.dst):
+                if start < stop:
+                    touched.setdefault(region.storage.place, []).append(Touch(start, stop, region, index, writes))
+            if _repeats(copy.dst):
                 raise CopyError(f"'{copy.name}': the destination in {copy.dst.storage.name} repeats elements.")
-        for extents in touched.values():
-            conflict = find_conflict(extents)
+        for touches in touched.values():
+            conflict = find_conflict(touches)
             if conflict is not None:
                 first, second = (self.copies[index] for index in conflict)
                 raise CopyError(
@@ -158,10 +158,10 @@ class Plan:
 
 
 def _repeats(region: Region) -> bool:
-    if region.is_contiguous:
+    if region.is_contiguous or not region.numel:
         return False
     expanded = any(n > 1 and step == 0 for n, step in zip(region.size, region.stride, strict=True))
-    return expanded or Extent.of(region, 0, writes=True).repeats
+    return expanded or Extent.of(Touch(*region.span, region, 0, True)).repeats
 
 
 def _by_name(regions: Iterable[Region]) -> dict[str, int]:

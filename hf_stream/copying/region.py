@@ -76,12 +76,6 @@ class Region:
         """Whether the first element lies at a multiple of the dtype's size, as torch needs it."""
         return self.offset % self.dtype.itemsize == 0
 
-    @property
-    def in_bounds(self) -> bool:
-        """Whether the storage holds every element."""
-        start, stop = self.span
-        return start >= 0 and stop <= self.storage.nbytes and min(self.stride, default=0) >= 0
-
     def tensor(self, writable: bool = False) -> torch.Tensor | None:
         """The region as a tensor right on the storage's bytes, or None if the storage cannot give one."""
         return self.storage.window(self.offset, self.dtype, self.size, self.stride, writable)

@@ -33,6 +33,7 @@ class MemoryStorage(Storage):
         self.nbytes = self._storage.nbytes()
         self.device = self._storage.device
         self.addressable = self.device.type == "cpu"
+        self._place = ("memory", str(self.device), self._pointer)
         self.name = f"memory ({self.device})"
 
     def __eq__(self, other: object) -> bool:
@@ -44,7 +45,7 @@ class MemoryStorage(Storage):
     @property
     def place(self) -> Hashable:
         """Device and address."""
-        return ("memory", str(self.device), self._pointer)
+        return self._place
 
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """The memory itself, for CPU tensors."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_stream.copying import Copy, Plan, Region, execute
-from hf_stream.copying.overlap import Extent, find_conflict
+from hf_stream.copying.overlap import Extent, Touch, find_conflict
 from hf_stream.errors import CopyError
 from hf_stream.storage import FileStorage, MemoryStorage
 
@@ -125,24 +124,24 @@ def test_incomplete_plans_are_told():
 @given(data=st.data())
 def test_conflicts_are_those_of_a_byte_map(data):
     memory = MemoryStorage(torch.zeros(200, dtype=torch.uint8))
-    extents, bytes_of = [], []
+    touches, bytes_of = [], []
     for owner in range(data.draw(st.integers(2, 5))):
         size = data.draw(st.lists(st.integers(1, 4), max_size=3))
         stride = [data.draw(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 12])) for _ in size]
         shown = Region(memory, torch.int16, tuple(size), tuple(stride), data.draw(st.integers(0, 60)))
-        extent = Extent.of(shown, owner, data.draw(st.booleans()))
-        # Plans refuse such writes before they look for conflicts.
-        extents.append(replace(extent, writes=extent.writes and not extent.repeats))
+        touch = Touch(*shown.span, shown, owner, data.draw(st.booleans()))
+        # Plans refuse writes that repeat before they look for conflicts.
+        touches.append(touch._replace(writes=touch.writes and not Extent.of(touch).repeats))
         places = itertools.product(
             *(range(0, n * step, step) if step else (0,) for n, step in zip(size, stride, strict=True))
         )
         bytes_of.append({shown.offset + 2 * sum(place) + byte for place in places for byte in (0, 1)})
     clashes = {
         (a, b)
-        for a, b in itertools.combinations(range(len(extents)), 2)
-        if bytes_of[a] & bytes_of[b] and (extents[a].writes or extents[b].writes)
+        for a, b in itertools.combinations(range(len(touches)), 2)
+        if bytes_of[a] & bytes_of[b] and (touches[a].writes or touches[b].writes)
     }
-    found = find_conflict(extents)
+    found = find_conflict(touches)
     if found is None:
         assert not clashes
     else:

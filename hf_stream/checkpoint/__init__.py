@@ -6,6 +6,7 @@ from hf_stream.checkpoint.convert import AnyLayout, Conversion, convert, plan_co
 from hf_stream.checkpoint.load import load_into
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint, open_files
 from hf_stream.checkpoint.save import save_checkpoint
+from hf_stream.checkpoint.staging import settle
 from hf_stream.checkpoint.verify import Difference, Differences, verify
 from hf_stream.checkpoint.writer import CheckpointWriter
 
@@ -22,5 +23,6 @@ __all__ = [
     "open_files",
     "plan_conversion",
     "save_checkpoint",
+    "settle",
     "verify",
 ]

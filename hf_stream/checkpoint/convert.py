@@ -1,34 +1,32 @@
-"""Convert a checkpoint on disk to another layout, dtype or sharding, shard by shard, so that it can be taken up again."""
+"""Convert a checkpoint on disk to another layout, dtype or sharding: shard by shard, and resumable."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from hf_stream.checkpoint.carried import carry, find_carried
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
-from hf_stream.checkpoint.staging import INSIDE, Staging
+from hf_stream.checkpoint.save import reserve
+from hf_stream.checkpoint.staging import Staging
 from hf_stream.checkpoint.verify import verify as verify_checkpoints
-from hf_stream.checkpoint.writer import finish, reserve
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress, progress_bar
+from hf_stream.copying.region import Region
 from hf_stream.errors import CheckpointError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.lazy import fingerprint, reads, working_set, write_into
 
 AnyLayout = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
-# Weights in any format, and their indices; everything else beside a checkpoint is carried along.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
 _SUFFIX = ".safetensors"
-_CONFIG = "config.json"
+_NO_LIMIT = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,12 @@ class Conversion:
         return buffer_size + working_set(self.tensors.values())
 
     def fingerprint(self) -> str:
-        """What the files will hold, as a hash: of headers, expressions and the source files' identities."""
-        digest = hashlib.sha256(fingerprint(self.tensors.values()).encode())
+        """What the files will hold, as a hash: of headers, names, expressions and the source files' identities."""
+        # Names once more, as headers do not say which of two tensors of one shape is whose.
+        digest = hashlib.sha256(repr(list(self.tensors)).encode())
+        digest.update(fingerprint(self.tensors.values()).encode())
         for shard in self.files.shards:
-            digest.update(shard.prefix)
+            digest.update(shard.name.encode() + shard.prefix)
         return digest.hexdigest()
 
 
@@ -85,7 +85,8 @@ def plan_conversion(
         files = CheckpointFiles.plan(
             tensors, max_shard_size=max_shard_size, metadata=checkpoint.metadata, pattern=pattern
         )
-    return Conversion(checkpoint, tensors, files, tuple(_carried(checkpoint.path)), dtype)
+    carried = tuple(find_carried(checkpoint.path)) if checkpoint.path.is_dir() else ()
+    return Conversion(checkpoint, tensors, files, carried, dtype)
 
 
 def convert(
@@ -102,8 +103,9 @@ def convert(
 ) -> Path:
     """Convert a checkpoint without loading it.
 
-    The destination appears when everything is written, and not before. What lies beside the source's weights (config,
-    tokenizer, ...) goes along; with `dtype`, the config's entry is changed to it.
+    The destination appears when everything is written, and not before; its weights, if it has some, are replaced then.
+    What lies beside the source's weights (config, tokenizer, ...) goes along; with `dtype`, the config's entry is
+    changed to it. The source cannot be the destination.
 
     Args:
         source: What `open_checkpoint` takes, or what it gave.
@@ -111,8 +113,8 @@ def convert(
         layout: Any callable from named tensors to named tensors; None keeps names and shapes.
         dtype: What floating-point tensors become; None keeps them.
         max_shard_size: Bytes, or a string such as "5GB".
-        resume: Whether to take up a run that was cut short, if it was to write the very same: shards that it finished are
-            kept. Without it, and after any change of the source or the layout, everything is written anew.
+        resume: Whether to take up a run that was cut short, if it was to write the very same: shards that it finished
+            are kept. Without it, and after any change of the source or the layout, everything is written anew.
         verify: Whether to read both sides once more and compare them bit for bit before the destination appears.
         buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
@@ -126,68 +128,71 @@ def convert(
         CopyError: Reading or writing failed. Finished shards are kept for the next run if `resume`.
     """
     target = Path(destination)
-    single = target.suffix == _SUFFIX
-    if single:
-        conversion = plan_conversion(
-            source, layout=layout, dtype=dtype, max_shard_size=2**63, pattern=target.stem + "{suffix}" + _SUFFIX
-        )
-        directory = target.parent
-    else:
-        conversion = plan_conversion(source, layout=layout, dtype=dtype, max_shard_size=max_shard_size)
-        directory = target
+    file = target.name if target.suffix == _SUFFIX else None
+    conversion = plan_conversion(
+        source,
+        layout=layout,
+        dtype=dtype,
+        max_shard_size=max_shard_size if file is None else _NO_LIMIT,
+        pattern=DEFAULT_PATTERN if file is None else _pattern(file),
+    )
     if not conversion.tensors:
-        raise CheckpointError(f"nothing to write to '{target}': the layout leaves none of the source's tensors")
-    staging = Staging(directory, conversion.fingerprint() if resume else None)
+        raise CheckpointError(f"'{target}': no tensors are left to write; use a layout that keeps some")
+    directory = target if file is None else target.parent
+    _check_apart(conversion.source, directory, file)
+    staging = Staging(directory, conversion.fingerprint() if resume else None, file=file)
+    keep = resume
     try:
-        _write_shards(staging, conversion, buffer_size, progress)
-        if not single:
-            _carry(staging, conversion)
-        if verify:
-            written = {shard.name: staging.path / shard.name for shard in conversion.files.shards}
-            differences = verify_checkpoints(Checkpoint(staging.path, written), conversion.tensors, progress=progress)
-            if differences:
-                raise CheckpointError(f"'{target}' would differ from what was to be written:\n{differences}")
-    except BaseException:
-        staging.abandon(keep=resume)
-        raise
-    finish(staging, conversion.files)
+        if not staging.completed:
+            regions = reserve(staging, conversion.files)
+            if file is None:
+                carry(staging, conversion.source.path, conversion.carried, dtype)
+            _write_shards(staging, conversion.files, conversion.tensors, regions, buffer_size, progress)
+            if verify:
+                written = {shard.name: staging.path / shard.name for shard in conversion.files.shards}
+                differences = verify_checkpoints(
+                    Checkpoint(staging.path, written), conversion.tensors, buffer_size=buffer_size, progress=progress
+                )
+                if differences:
+                    keep = False
+                    raise CheckpointError(
+                        f"'{target}' would differ from what was to be written:\n{differences}\n"
+                        "Check the disk, and that nothing writes to the source; then convert again"
+                    )
+            staging.commit(entry=conversion.files.entry, stale=conversion.files.family if file is None else None)
+    finally:
+        staging.abandon(keep=keep)
     return target
 
 
-def _write_shards(staging: Staging, conversion: Conversion, buffer_size: int, progress: bool | Progress | None) -> None:
-    regions = reserve(staging, conversion.files)
-    todo = [shard for shard in conversion.files.shards if shard.name not in staging.finished]
+def _pattern(file: str) -> str:
+    stem = file.removesuffix(_SUFFIX).replace("{", "{{").replace("}", "}}")
+    return stem + "{suffix}" + _SUFFIX
+
+
+def _check_apart(source: Checkpoint, directory: Path, file: str | None) -> None:
+    """Refuse to replace the source: after an interruption nobody could tell whether it has been converted already."""
+    paths = [str(source.path), *(storage.name for storage in source.storages.values())]
+    taken = {os.path.realpath(path) for path in paths}
+    if file is None:
+        taken |= {os.path.realpath(os.path.dirname(path)) for path in paths if os.path.isfile(path)}
+    target = directory / (file or "")
+    if os.path.realpath(target) in taken:
+        raise CheckpointError(f"'{target}' is where the source is; convert to another place")
+
+
+def _write_shards(
+    staging: Staging,
+    files: CheckpointFiles,
+    tensors: Mapping[str, torch.Tensor],
+    regions: Mapping[str, Region],
+    buffer_size: int,
+    progress: bool | Progress | None,
+) -> None:
+    todo = [shard for shard in files.shards if shard.name not in staging.finished]
     total = sum(info.nbytes for shard in todo for info in shard.header.tensors.values())
     with progress_bar(progress, total, "Converting") as bar:
         for shard in todo:
-            jobs = [(conversion.tensors[name], regions[name], name) for name in shard.header.tensors]
+            jobs = [(tensors[name], regions[name], name) for name in shard.header.tensors]
             write_into(jobs, buffer_size=buffer_size, progress=bar or False)
             staging.finish(shard.name)
-
-
-def _carried(path: Path) -> Iterator[Path]:
-    """Small files beside the weights."""
-    if not path.is_dir():
-        return
-    for entry in sorted(path.iterdir()):
-        if entry.name != INSIDE and not entry.name.startswith(".git") and not entry.name.endswith(_WEIGHTS):
-            yield entry
-
-
-def _carry(staging: Staging, conversion: Conversion) -> None:
-    for entry in conversion.carried:
-        if entry.is_dir():
-            shutil.copytree(entry, staging.path / entry.name, dirs_exist_ok=True)
-        elif entry.name == _CONFIG and conversion.dtype is not None:
-            staging.write(_CONFIG, _with_dtype(entry.read_bytes(), conversion.dtype))
-        else:
-            shutil.copyfile(entry, staging.path / entry.name)
-
-
-def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """A transformers config whose dtype entry, under its new or its old name, says what the weights are now."""
-    entries = json.loads(config)
-    for key in ("dtype", "torch_dtype"):
-        if key in entries:
-            entries[key] = str(dtype).removeprefix("torch.")
-    return (json.dumps(entries, indent=2, sort_keys=True) + "\n").encode()

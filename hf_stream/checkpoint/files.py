@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from hf_stream.formats.index import encode_index
-from hf_stream.formats.safetensors import Header, encode_header
-from hf_stream.formats.shards import split_into_shards
+from hf_stream.errors import CheckpointError
+from hf_stream.formats import Header, encode_header, encode_index, shard_pattern, split_into_shards
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
-DEFAULT_PATTERN = "model{suffix}.safetensors"
+DEFAULT_PATTERN = shard_pattern()
 
 
 class TensorLike(Protocol):
     """What has a shape and a dtype: real, lazy and meta tensors, or a spec of one's own."""
 
     @property
-    def shape(self) -> torch.Size: ...
+    def shape(self) -> Sequence[int]: ...
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -80,15 +80,16 @@ class CheckpointFiles:
         Raises:
             FormatError: The format cannot hold a name, a type or a shape.
         """
-        own = {name: spec.shape.numel() * spec.dtype.itemsize for name, spec in specs.items()}
+        own = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in specs.items()}
         split = split_into_shards({**own, **(sizes or {})}, max_shard_size, pattern, groups)
         metadata = {"format": "pt", **(metadata or {})}
-        shards = []
-        for file, names in split.filename_to_tensors.items():
-            prefix, header = encode_header({name: (specs[name].dtype, specs[name].shape) for name in names}, metadata)
-            shards.append(ShardFile(file, prefix, header))
         single = pattern.format(suffix="")
         index = index or single + ".index.json"
+        shards = []
+        # No tensors make no shard, but a file without tensors is a checkpoint as well.
+        for file, names in (split.filename_to_tensors or {single: []}).items():
+            prefix, header = encode_header({name: (specs[name].dtype, specs[name].shape) for name in names}, metadata)
+            shards.append(ShardFile(file, prefix, header))
         family = _family(pattern, index)
         if not split.is_sharded:
             return cls(tuple(shards), {}, single, family)
@@ -101,6 +102,18 @@ class CheckpointFiles:
         return sum(shard.header.nbytes for shard in self.shards) + sum(map(len, self.small.values()))
 
 
+def check_has_data(name: str, tensor: torch.Tensor) -> None:
+    """Refuse what has a shape but no bytes in a row, before anything is written.
+
+    Raises:
+        CheckpointError: The tensor is on the meta device, or sparse.
+    """
+    if tensor.is_meta:
+        raise CheckpointError(f"'{name}' is on the meta device and has no data; load it first, or leave it out")
+    if tensor.layout != torch.strided:
+        raise CheckpointError(f"'{name}' has the layout {tensor.layout}; make it dense first, with .to_dense()")
+
+
 def _family(pattern: str, index: str) -> re.Pattern[str]:
-    before, after = (re.escape(part) for part in pattern.split("{suffix}"))
+    before, after = (re.escape(part) for part in pattern.format(suffix="\0").split("\0"))
     return re.compile(rf"{before}(-\d{{5}}-of-\d{{5}})?{after}|{re.escape(index)}")

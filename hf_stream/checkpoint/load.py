@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.copying.region import Region
 from hf_stream.errors import CheckpointError
-from hf_stream.lazy import materialize, write_into
+from hf_stream.lazy import LazyTensor, write_into
 
 _LISTED = 5
 
@@ -28,8 +28,10 @@ def load_into(
     """Stream tensors into a module's parameters and persistent buffers.
 
     A tensor that the module has already is filled where it is, cast to its dtype, on its device: optimizers and tied
-    weights keep seeing it. One on the meta device is replaced by a new tensor on the CPU, of the module's dtype. Tied
-    weights need to be there under one of their names only.
+    weights keep seeing it. One on the meta device, or a LazyTensor, is replaced by a new tensor of its dtype (on the
+    CPU instead of the meta device). Tied weights need to be there under one of their names only; of several, the last
+    counts. Modules' own `_load_from_state_dict` and extra state are left out: where they matter, use
+    `module.load_state_dict(tensors)`, which streams as well.
 
     Args:
         module: The module to fill.
@@ -43,54 +45,72 @@ def load_into(
 
     Raises:
         CheckpointError: Names or shapes do not fit; nothing has been changed then.
-        CopyError: Reading failed.
+        CopyError: Reading failed; the module may be filled in part.
     """
-    targets = module.state_dict(keep_vars=True)
-    names_of: dict[int, list[str]] = {}
+    targets = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    names_of: dict[Hashable, list[str]] = {}
     for name, target in targets.items():
-        names_of.setdefault(id(target), []).append(name)
+        names_of.setdefault(_identity(target), []).append(name)
+    sources = {names[-1]: [name for name in names if name in tensors][-1:] for names in names_of.values()}
     unexpected = [name for name in tensors if name not in targets]
-    missing = [names[0] for names in names_of.values() if not any(name in tensors for name in names)]
+    missing = [name for name, found in sources.items() if not found]
+    _check_fit(module, targets, tensors, missing if strict else [], unexpected if strict else [])
+
+    fresh: dict[str, torch.Tensor] = {}
+    filled: list[torch.Tensor] = []
+    jobs = []
+    for names in names_of.values():
+        for source in sources[names[-1]]:
+            old = targets[source]
+            if old.is_meta or isinstance(old, LazyTensor):
+                target = torch.empty(old.shape, dtype=old.dtype, device="cpu" if old.is_meta else old.device)
+                fresh.update(dict.fromkeys(names, _dressed(target, old)))
+            else:
+                target = old.detach()
+                filled.append(target)
+            jobs.append((tensors[source].detach(), Region.of(target), source))
+    write_into(jobs, buffer_size=buffer_size, progress=progress, desc="Loading")
+    for name, value in fresh.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, value)
+    # So that autograd notices if the backward pass of something computed earlier needs the old values.
+    torch.autograd.graph.increment_version([target for target in filled if not target.is_inference()])
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are one: the same object, or the same window on the same memory."""
+    if tensor.is_meta or isinstance(tensor, LazyTensor) or tensor.numel() == 0:
+        return id(tensor)
+    return Region.of(tensor.detach())
+
+
+def _check_fit(
+    module: nn.Module,
+    targets: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    missing: list[str],
+    unexpected: list[str],
+) -> None:
     misfits = [
         f"'{name}': the module wants shape {list(targets[name].shape)}, got {list(tensor.shape)}"
         for name, tensor in tensors.items()
         if name in targets and tensor.shape != targets[name].shape
     ]
-    if strict:
-        misfits += [f"'{name}' is missing" for name in missing]
-        misfits += [f"'{name}' is not in the module" for name in unexpected]
+    misfits += [f"'{name}' is missing" for name in missing]
+    misfits += [f"'{name}' is not in the module" for name in unexpected]
     if misfits:
         more = f" and {len(misfits) - _LISTED} more" if len(misfits) > _LISTED else ""
         raise CheckpointError(
             f"{len(misfits)} tensors do not fit {type(module).__name__}: {'; '.join(misfits[:_LISTED])}{more}. "
             "Use a layout that maps them, or strict=False for names that may be left over"
         )
-    chosen = {names[0]: next((n for n in names if n in tensors), None) for names in names_of.values()}
-    sources = {target: tensors[source] for target, source in chosen.items() if source is not None}
-    _replace_meta(module, targets, sources, names_of, buffer_size)
-    jobs = [
-        (tensor, Region.of(targets[name].detach()), name)
-        for name, tensor in sources.items()
-        if targets[name].device.type != "meta"
-    ]
-    write_into(jobs, buffer_size=buffer_size, progress=progress, desc="Loading")
-    return _IncompatibleKeys(missing, unexpected)
 
 
-def _replace_meta(
-    module: nn.Module,
-    targets: Mapping[str, torch.Tensor],
-    sources: Mapping[str, torch.Tensor],
-    names_of: Mapping[int, list[str]],
-    buffer_size: int,
-) -> None:
-    wanted = {
-        name: tensor.to(targets[name].dtype) for name, tensor in sources.items() if targets[name].device.type == "meta"
-    }
-    for name, value in materialize(wanted, buffer_size=buffer_size).items():
-        old = targets[name]
-        if isinstance(old, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=old.requires_grad)
-        for alias in names_of[id(old)]:
-            owner, _, leaf = alias.rpartition(".")
-            setattr(module.get_submodule(owner), leaf, value)
+def _dressed(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """`value` as the parameter or buffer that `old` was, with the attributes that other code has set on it."""
+    if isinstance(old, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=old.requires_grad)
+    attributes = old.attributes if isinstance(old, LazyTensor) else old.__dict__
+    value.__dict__.update({name: entry for name, entry in attributes.items() if name != "_is_param"})
+    return value

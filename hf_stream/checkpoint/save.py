@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 
-from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles
+from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles, check_has_data
 from hf_stream.checkpoint.staging import Staging
-from hf_stream.checkpoint.writer import finish, reserve
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
+from hf_stream.copying.region import Region
 from hf_stream.lazy import write_into
+from hf_stream.storage.file import FileStorage
 
 
 def save_checkpoint(
@@ -32,6 +33,8 @@ def save_checkpoint(
     files that are replaced. A new directory appears complete or not at all; in one that exists, old weights go and no
     mixture of old and new ever loads. Tied tensors are written under each of their names.
 
+    This holds for processes that are killed; the files are not forced to the disk before they count as saved.
+
     Args:
         tensors: Name -> tensor. Strided and non-contiguous ones are welcome.
         directory: Where to save.
@@ -45,12 +48,12 @@ def save_checkpoint(
 
     Raises:
         FormatError: The format cannot hold a name, a type or a shape.
-        CheckpointError: No space, the destination is a file, or another process is saving to it.
+        CheckpointError: No space, the destination cannot be used, another process is saving to it, or a tensor has no
+            data (meta).
         CopyError: Reading or writing failed. The destination is as it was.
     """
     files = CheckpointFiles.plan(tensors, max_shard_size=max_shard_size, metadata=metadata)
-    staging = Staging(directory)
-    write_files(staging, files, tensors, buffer_size=buffer_size, progress=progress)
+    write_files(Staging(directory), files, tensors, buffer_size=buffer_size, progress=progress)
     return Path(directory)
 
 
@@ -64,10 +67,42 @@ def write_files(
 ) -> None:
     """Fill all shards at once, and commit; on an error, leave nothing behind."""
     try:
+        for name, tensor in tensors.items():
+            check_has_data(name, tensor)
         regions = reserve(staging, files)
         jobs = [(tensors[name], region, name) for name, region in regions.items()]
         write_into(jobs, buffer_size=buffer_size, progress=progress, desc="Saving")
+        finish(staging, files)
     except BaseException:
         staging.abandon()
         raise
-    finish(staging, files)
+
+
+def reserve(staging: Staging, files: CheckpointFiles) -> dict[str, Region]:
+    """Create every shard that is not finished, with its header, and say where each of its tensors goes.
+
+    After this only finished shards and what belongs to this checkpoint are staged, and its space is reserved.
+    """
+    staging.keep([shard.name for shard in files.shards])
+    storages: dict[str, FileStorage] = {
+        shard.name: staging.create(shard.name, shard.header.nbytes)
+        for shard in files.shards
+        if shard.name not in staging.finished
+    }
+    for name, content in files.small.items():
+        staging.write(name, content)
+    regions = {}
+    for shard in files.shards:
+        if storage := storages.get(shard.name):
+            storage.write_from(memoryview(shard.prefix), 0)
+            for name, info in shard.header.tensors.items():
+                regions[name] = Region.contiguous(storage, info.torch_dtype, info.torch_shape, info.start)
+    return regions
+
+
+def finish(staging: Staging, files: CheckpointFiles) -> None:
+    """Declare every shard whole, and commit."""
+    for shard in files.shards:
+        if shard.name not in staging.finished:
+            staging.finish(shard.name)
+    staging.commit(entry=files.entry, stale=files.family)

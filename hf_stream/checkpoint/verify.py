@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,12 @@ import torch
 from hf_stream.checkpoint.open import open_checkpoint
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress, progress_bar
-from hf_stream.lazy import LazyTensor, materialize
+from hf_stream.lazy import LazyTensor, materialize, working_set
+
+Element = float | int | complex | bool
+
+# A batch is held twice, and once more for each byte where the two differ; what copies need comes on top.
+_SHARES = 4
 
 
 @dataclass(frozen=True)
@@ -22,11 +28,16 @@ class Difference:
         index: Where it is, an integer for each dimension.
         a: The element on the first side.
         b: The element on the second side.
+        bits: Both elements' bytes, last byte first, in hexadecimal: they tell one NaN from another.
     """
 
     index: tuple[int, ...]
-    a: float | int | complex | bool
-    b: float | int | complex | bool
+    a: Element
+    b: Element
+    bits: tuple[str, str]
+
+    def __str__(self) -> str:
+        return f"differs first at {list(self.index)}: {self.a} against {self.b} (0x{self.bits[0]} and 0x{self.bits[1]})"
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class Differences:
         lines += [f"'{name}' is only in the second" for name in self.extra]
         lines += [f"'{name}': shape {list(a)} against {list(b)}" for name, (a, b) in self.shapes.items()]
         lines += [f"'{name}': {a} against {b}" for name, (a, b) in self.dtypes.items()]
-        lines += [f"'{name}' differs first at {list(d.index)}: {d.a} against {d.b}" for name, d in self.values.items()]
+        lines += [f"'{name}' {difference}" for name, difference in self.values.items()]
         return "\n".join(lines) or "no difference"
 
 
@@ -93,31 +104,70 @@ def verify(
         x, y = LazyTensor.from_tensor(first[name]), LazyTensor.from_tensor(second[name])
         if x.shape != y.shape:
             found.shapes[name] = tuple(x.shape), tuple(y.shape)
-        elif x.dtype != y.dtype:
+        if x.dtype != y.dtype:
             found.dtypes[name] = x.dtype, y.dtype
-        else:
+        if x.shape == y.shape and x.dtype == y.dtype:
             comparable[name] = x, y
     total = sum(x.numel() * x.itemsize for x, _ in comparable.values())
+    share = buffer_size // _SHARES
     with progress_bar(progress, total, "Verifying") as bar:
-        for name, (x, y) in comparable.items():
-            difference = _first_difference(x, y, buffer_size // 2, bar)
-            if difference is not None:
-                found.values[name] = difference
+        for batch in _batches(comparable, share):
+            todo = [block for block in batch if block.name not in found.values]
+            sides = materialize([side for block in todo for side in block.sides], device="cpu", buffer_size=share)
+            for block, left, right in zip(todo, sides[::2], sides[1::2], strict=True):
+                difference = _first_difference(block, left, right)
+                if difference is not None:
+                    found.values[block.name] = difference
+            if bar is not None:
+                bar.update(sum(block.nbytes for block in batch))
     return found
 
 
-def _first_difference(x: LazyTensor, y: LazyTensor, limit: int, bar: Progress | None) -> Difference | None:
-    for corner, piece in _pieces(tuple(x.shape), max(1, limit // x.itemsize)):
-        left, right = materialize([x[piece], y[piece]], device="cpu")
-        if bar is not None:
-            bar.update(left.numel() * left.itemsize)
-        unequal = (_bytes(left) != _bytes(right)).nonzero()
-        if len(unequal):
-            within = int(unequal[0]) // left.itemsize
-            place = torch.unravel_index(torch.tensor(within), left.shape)
-            index = tuple(int(at) + start for at, start in zip(place, corner, strict=True))
-            return Difference(index, _element(left, within), _element(right, within))
-    return None
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A piece of two tensors: where it starts in them, and both sides of it."""
+
+    name: str
+    corner: tuple[int, ...]
+    sides: tuple[torch.Tensor, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return self.sides[0].numel() * self.sides[0].itemsize
+
+
+def _batches(pairs: Mapping[str, tuple[LazyTensor, LazyTensor]], limit: int) -> Iterator[list[_Block]]:
+    """Blocks of at most `limit` bytes, together no more than that in each batch if they are several."""
+    batch: list[_Block] = []
+    nbytes = 0
+    for name, (x, y) in pairs.items():
+        # Cut in pieces, a deferred operation would run once for each.
+        most = x.numel() if working_set([x, y]) else limit // x.itemsize
+        for corner, piece in _pieces(tuple(x.shape), max(1, most)):
+            block = _Block(name, corner, (x[piece], y[piece]))
+            if batch and nbytes + block.nbytes > limit:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(block)
+            nbytes += block.nbytes
+    yield batch
+
+
+def _first_difference(block: _Block, left: torch.Tensor, right: torch.Tensor) -> Difference | None:
+    a, b = _bytes(left), _bytes(right)
+    if torch.equal(a, b):
+        return None
+    place = int((a != b).view(torch.uint8).argmax()) // left.itemsize
+    index, rest = [], place
+    for size in reversed(left.shape):
+        index.append(rest % size)
+        rest //= size
+    return Difference(
+        tuple(at + start for at, start in zip(reversed(index), block.corner, strict=True)),
+        _element(left, place),
+        _element(right, place),
+        (_bits(a, left.itemsize, place), _bits(b, left.itemsize, place)),
+    )
 
 
 def _pieces(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
@@ -127,7 +177,7 @@ def _pieces(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...
     if not shape:
         yield (), ()
         return
-    rest = torch.Size(shape[1:]).numel()
+    rest = math.prod(shape[1:])
     if rest <= limit:
         rows = limit // rest
         for start in range(0, shape[0], rows):
@@ -140,12 +190,16 @@ def _pieces(shape: tuple[int, ...], limit: int) -> Iterator[tuple[tuple[int, ...
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
-def _element(tensor: torch.Tensor, index: int) -> float | int | complex | bool:
-    element = tensor.reshape(-1)[index]
-    if element.is_floating_point() and element.itemsize == 1:
-        element = element.view(torch.uint8) if "float4" in str(element.dtype) else element.float()
-    value: float | int | complex | bool = element.item()
+def _bits(flat: torch.Tensor, itemsize: int, place: int) -> str:
+    return bytes(reversed(flat[place * itemsize : (place + 1) * itemsize].tolist())).hex()
+
+
+def _element(tensor: torch.Tensor, place: int) -> Element:
+    element = tensor.detach().reshape(-1)[place]
+    if element.dtype == torch.float4_e2m1fn_x2:
+        element = element.view(torch.uint8)  # two numbers in a byte
+    value: Element = element.item()
     return value

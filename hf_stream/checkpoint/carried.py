@@ -1,0 +1,67 @@
+"""The small files beside a checkpoint's weights: config, tokenizer and others, which go along in a conversion."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_stream.checkpoint.staging import Staging
+from hf_stream.errors import CheckpointError
+
+# Weights in any format, and their indices, with or without a variant.
+_WEIGHTS = re.compile(
+    r".*(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|npz)|\.index(\.[^.]+)?\.json)", re.DOTALL
+)
+_CONFIG = "config.json"
+
+
+def find_carried(directory: Path) -> Iterator[Path]:
+    """Every file under `directory` but weights, their indices, and what is hidden."""
+    for folder, folders, names in os.walk(directory):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            path = Path(folder, name)
+            # Not a pipe or a socket, which could be read forever, nor a link to nowhere.
+            if not name.startswith(".") and not _WEIGHTS.fullmatch(name) and path.is_file():
+                yield path
+
+
+def carry(staging: Staging, directory: Path, files: Iterable[Path], dtype: torch.dtype | None) -> None:
+    """Stage files of `directory`; the config is made to say what dtype the weights have now, if one is given.
+
+    Raises:
+        CheckpointError: There is no room, or the config is not JSON.
+    """
+    for path in files:
+        name = os.path.relpath(path, directory)
+        if name == _CONFIG and dtype is not None:
+            staging.write(name, _with_dtype(path, dtype))
+        elif not Path(os.path.realpath(path.parent)).is_relative_to(staging.directory):
+            # A destination inside the source does not go into itself.
+            staging.copy(name, path)
+
+
+def _with_dtype(path: Path, dtype: torch.dtype) -> bytes:
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"'{path}' is not JSON ({error}); correct it, or move it away") from None
+    _set_dtype(config, str(dtype).removeprefix("torch."))
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _set_dtype(config: Any, dtype: str) -> None:
+    """Change the entry of a transformers config, under its new or its old name, and those of the configs in it."""
+    if not isinstance(config, dict):
+        return
+    for key, entry in config.items():
+        if key in ("dtype", "torch_dtype"):
+            config[key] = dtype
+        elif key.endswith("_config") and key != "quantization_config":
+            _set_dtype(entry, dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -12,8 +13,7 @@ import torch
 
 import hf_stream
 from hf_stream.checkpoint import Conversion, open_checkpoint, plan_conversion
-from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE
-from hf_stream.checkpoint.staging import work_directory
+from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, ShardFile
 from hf_stream.cli.arguments import layout_options, output_options, quiet_option, source_argument
 from hf_stream.cli.layout import chosen_layout
 from hf_stream.cli.program import say
@@ -53,7 +53,7 @@ def convert(
     and weights that are there already are replaced. What lies beside the weights in SRC (config, tokenizer, ...) goes
     along into a directory.
     """
-    started = time.perf_counter()
+    started = time.time()
     single = destination.endswith(_SUFFIX)
     if single and max_shard_size:
         raise click.UsageError(
@@ -67,7 +67,6 @@ def convert(
         max_shard_size=_UNLIMITED if single else max_shard_size or DEFAULT_MAX_SHARD_SIZE,
     )
     target = Path(destination)
-    before = _files_of_earlier_run(target.parent if single else target)
     try:
         hf_stream.convert(
             conversion.source,
@@ -83,37 +82,24 @@ def convert(
         hint = "the same command goes on where it stopped" if resume else "nothing is left behind"
         raise KeyboardInterrupt(hint) from None
     if not quiet:
-        written = [
+        shards = [
             shard
             for shard in conversion.files.shards
-            if _identity(target if single else target / shard.name) not in before
+            if (target if single else target / shard.name).stat().st_mtime >= started
         ]
-        say(_summary(conversion, [shard.name for shard in written], time.perf_counter() - started, verify))
+        say(_summary(conversion, shards, time.time() - started, verify))
     # As bytes: a path need not be text.
     click.echo(os.fsencode(destination))
 
 
-def _files_of_earlier_run(directory: Path) -> set[tuple[int, int, int]]:
-    """What an interrupted run left for this one to take up, if it is the same conversion."""
-    finished = work_directory(Path(os.path.realpath(directory))) / "files"
-    return {_identity(file) for file in finished.iterdir()} if finished.is_dir() else set()
-
-
-def _identity(file: Path) -> tuple[int, int, int]:
-    # A rename keeps all three, writing the file anew does not.
-    status = file.stat()
-    return status.st_dev, status.st_ino, status.st_mtime_ns
-
-
-def _summary(conversion: Conversion, written: list[str], seconds: float, verified: bool) -> str:
-    shards = {shard.name: shard.header for shard in conversion.files.shards}
-    names = [name for file in written for name in shards[file].tensors]
-    this_run = dataclasses.replace(conversion, tensors={name: conversion.tensors[name] for name in names})
-    nbytes_read = sum(this_run.nbytes_read().values())
-    nbytes_written = sum(shards[file].nbytes for file in written)
-    kept = len(shards) - len(written)
+def _summary(conversion: Conversion, shards: Sequence[ShardFile], seconds: float, verified: bool) -> str:
+    """What this run did: it wrote `shards`; the others are from the run that it took up."""
+    tensors = {name: conversion.tensors[name] for shard in shards for name in shard.header.tensors}
+    nbytes_read = sum(dataclasses.replace(conversion, tensors=tensors).nbytes_read().values())
+    nbytes_written = sum(shard.header.nbytes for shard in shards)
+    kept = len(conversion.files.shards) - len(shards)
     return (
-        f"read {size(nbytes_read)}, wrote {size(nbytes_written)} in {count(len(written), 'file')}"
+        f"read {size(nbytes_read)}, wrote {size(nbytes_written)} in {count(len(shards), 'file')}"
         + (f" ({kept} more kept from an interrupted run)" if kept else "")
         + (", verified," if verified else "")
         + f" in {seconds:.1f} s: {nbytes_written / 1e6 / seconds:.0f} MB/s"

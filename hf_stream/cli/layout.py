@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +13,6 @@ import torch
 from hf_stream import layouts
 from hf_stream.errors import CheckpointError, HfStreamError, LayoutError
 from hf_stream.layouts import AnyLayout
-
-logger = logging.getLogger(__name__)
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -100,8 +97,6 @@ def _apply(spec: str, layout: AnyLayout, tensors: Tensors) -> Tensors:
         raise
     if _is_file(spec):
         _check(spec, result)
-    if len(result) == len(tensors) and all(result.get(name) is tensor for name, tensor in tensors.items()):
-        logger.warning("layout '%s' changes nothing: no name fits it", spec)
     return result
 
 
@@ -117,7 +112,7 @@ def _check(spec: str, result: object) -> None:
 def _failure(spec: str, error: Exception) -> LayoutError:
     """What went wrong in a layout, and where in the user's file."""
     text = str(error) if isinstance(error, HfStreamError) else f"{type(error).__name__}: {error}"
-    path = spec.rpartition(":")[0]
+    path = str(Path(spec.rpartition(":")[0]))
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     place = f", line {lines[-1]}" if lines else ""
     return LayoutError(f"layout '{spec}'{place}: {text}")

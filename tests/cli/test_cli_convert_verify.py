@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from command_line import CONFIG, assert_same, llama, load, run
+from safetensors.torch import load_file, save_file
+
+import hf_stream
+
+
+def test_convert_packs_with_sizes_from_the_config_and_carries_files_along(source: Path, tmp_path: Path) -> None:
+    destination = tmp_path / "out"
+    result = run("convert", source, destination, "--layout", "packed-qkv-per-group", "--verify")
+
+    wanted = llama()
+    for i in range(2):
+        q, k, v = (wanted.pop(f"model.layers.{i}.self_attn.{name}_proj.weight") for name in "qkv")
+        # 2 key heads of 4 rows, 2 query heads for each.
+        groups = [torch.cat([q[8 * g : 8 * g + 8], k[4 * g : 4 * g + 4], v[4 * g : 4 * g + 4]]) for g in range(2)]
+        wanted[f"model.layers.{i}.self_attn.qkv_proj.weight"] = torch.cat(groups)
+    assert_same(load(destination), wanted)
+    assert json.loads((destination / "config.json").read_text()) == CONFIG
+    assert (destination / "tokenizer.json").exists()
+    assert (result.exit_code, result.stdout) == (0, f"{destination}\n")
+    assert re.fullmatch(
+        r"read 6\.21 KB, wrote \d\.\d\d KB in 1 file, verified, in \d+\.\d s: \d+ MB/s\n", result.stderr
+    )
+
+
+def test_convert_and_its_inverse_lead_back_to_the_same_bytes(source: Path, tmp_path: Path) -> None:
+    assert run("convert", source, tmp_path / "packed", "-l", "packed-qkv", "--max-shard-size", "4KB").exit_code == 0
+    assert run("convert", tmp_path / "packed", tmp_path / "back", "-l", "packed-qkv", "--inverse").exit_code == 0
+
+    assert len(list((tmp_path / "packed").glob("*.safetensors"))) == 3
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+
+
+def test_layouts_apply_from_left_to_right_and_their_inverse_from_right_to_left(
+    source: Path, layout_file: Path, tmp_path: Path
+) -> None:
+    both = ("-l", f"{layout_file}:one", "-l", f"{layout_file}:two")
+    turned = (*both[2:], *both[:2])
+    assert run("convert", source, tmp_path / "out", *both).exit_code == 0
+    assert run("convert", source, tmp_path / "turned", *turned).exit_code == 0
+    assert run("convert", tmp_path / "out", tmp_path / "back", *both, "--inverse").exit_code == 0
+
+    wanted = llama()
+    norm = wanted.pop("norm.weight")
+    assert_same(load(tmp_path / "out"), wanted | {"last.weight": norm})
+    assert_same(load(tmp_path / "turned"), wanted | {"middle.weight": norm})
+    assert_same(load(tmp_path / "back"), llama())
+
+
+@pytest.mark.parametrize(
+    ("word", "dtype"),
+    [("bf16", torch.bfloat16), ("float16", torch.float16), ("F64", torch.float64), ("fp32", torch.float32)],
+)
+def test_convert_casts_to_a_type_by_any_of_its_names(
+    word: str, dtype: torch.dtype, source: Path, tmp_path: Path
+) -> None:
+    assert run("convert", source, tmp_path / "out", "--dtype", word).exit_code == 0
+
+    assert_same(load(tmp_path / "out"), {name: tensor.to(dtype) for name, tensor in llama().items()})
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_convert_to_a_single_file_writes_that_file_and_nothing_else(source: Path, tmp_path: Path) -> None:
+    result = run("convert", source / "model.safetensors", tmp_path / "new" / "one.safetensors", "-l", "packed-gate-up")
+
+    assert result.exit_code == 0
+    assert_same(load_file(tmp_path / "new" / "one.safetensors"), llama())
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["one.safetensors"]
+    assert "wrote" in result.stderr
+
+
+def test_quiet_leaves_the_path_only(source: Path, tmp_path: Path) -> None:
+    result = run("convert", source, tmp_path / "out", "--quiet")
+    assert (result.stdout, result.stderr) == (f"{tmp_path / 'out'}\n", "")
+
+    result = run("verify", source, tmp_path / "out", "-q")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+class Stop:
+    """Progress that presses ctrl-C when a shard and a half are written."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def update(self, n: int) -> None:
+        self.nbytes += n
+        if self.nbytes > 4000:
+            raise KeyboardInterrupt
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> Result:
+    convert = hf_stream.convert
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_stream, "convert", lambda *args, **options: convert(*args, **{**options, "progress": Stop()}))
+        return run(*args)
+
+
+def test_an_interrupted_conversion_says_how_to_go_on_and_does(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("convert", source, tmp_path / "out", "--max-shard-size", "2KB", "-l", "packed-qkv")
+    result = interrupted(monkeypatch, *command)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "\ninterrupted: the same command goes on where it stopped\n"
+    assert not (tmp_path / "out").exists()
+
+    again = run(*command)
+    assert again.exit_code == 0
+    kept = re.search(r"wrote (.*) in (\d) files? \((\d) more kept from an interrupted run\)", again.stderr)
+    assert kept is not None
+    assert int(kept[2]) + int(kept[3]) == len(list((tmp_path / "out").glob("*.safetensors")))
+    fresh = run(*command[:2], tmp_path / "fresh", *command[3:])
+    assert "kept" not in fresh.stderr
+    assert_same(load(tmp_path / "out"), load(tmp_path / "fresh"))
+
+
+def test_an_interrupted_conversion_without_resume_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    command = ("convert", source, tmp_path / "out", "--max-shard-size", "2KB", "--no-resume")
+    result = interrupted(monkeypatch, *command)
+
+    assert result.exit_code == 130
+    assert result.stderr == "\ninterrupted: nothing is left behind\n"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_verify_tells_equal_from_different_by_its_exit_code(source: Path, tmp_path: Path) -> None:
+    changed = llama()
+    changed["norm.weight"][3] += 1
+    changed["model.embed_tokens.weight"] = changed["model.embed_tokens.weight"].half()
+    changed["new"] = changed.pop("model.layers.1.self_attn.q_proj.weight")
+    save_file(changed, tmp_path / "changed.safetensors")
+
+    equal = run("verify", source, source / "model.safetensors")
+    assert (equal.exit_code, equal.stdout, equal.stderr) == (0, "", "equal: 8 tensors, 6.21 KB\n")
+    different = run("verify", source, tmp_path / "changed.safetensors")
+    assert different.exit_code == 1
+    assert different.stderr == "different: 4 tensors\n"
+    lines = different.stdout.splitlines()
+    assert len(lines) == 4
+    assert any(line.startswith("'norm.weight' differs first at [3]") for line in lines)
+    assert "'new' is only in the second" in lines
+    missing = run("verify", source, tmp_path / "nowhere")
+    assert (missing.exit_code, missing.stdout) == (2, "")
+
+
+def test_verify_applies_the_layout_to_the_first(source: Path, tmp_path: Path) -> None:
+    run("convert", source, tmp_path / "packed", "-l", "packed-qkv")
+
+    assert run("verify", source, tmp_path / "packed").exit_code == 1
+    assert run("verify", source, tmp_path / "packed", "-l", "packed-qkv").exit_code == 0
+    assert run("verify", tmp_path / "packed", source, "-l", "packed-qkv", "--inverse").exit_code == 0

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from command_line import llama, run
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+
+def test_inspect_lists_what_safetensors_finds(source: Path) -> None:
+    result = run("inspect", source, "--json")
+
+    found = json.loads(result.stdout)
+    with safe_open(source / "model.safetensors", "pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        wanted = {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
+        assert found["metadata"] == file.metadata()
+    assert {entry["name"]: (entry["dtype"], entry["shape"]) for entry in found["tensors"]} == wanted
+    assert {entry["file"] for entry in found["tensors"]} == {"model.safetensors"}
+    assert sum(entry["nbytes"] for entry in found["tensors"]) == found["nbytes"]
+    assert [file["nbytes"] for file in found["files"]] == [(source / "model.safetensors").stat().st_size]
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_inspect_prints_a_table_and_totals(source: Path) -> None:
+    lines = run("inspect", source).stdout.splitlines()
+
+    assert lines[0].split() == ["name", "dtype", "shape", "bytes", "file"]
+    assert lines[1].startswith("model.embed_tokens.weight")
+    assert lines[1].split()[1:] == ["F32", "[32,", "16]", "2.05", "KB", "model.safetensors"]
+    assert len(lines) == 1 + len(llama()) + 1
+    assert lines[-1] == "8 tensors in 1 file: 1,552 elements, 6.21 KB"
+
+
+def test_inspect_reads_nothing_but_headers(tmp_path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [10**6, 5 * 10**4], "data_offsets": [0, 10**11]}}).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 10**11)
+
+    assert "100 GB" in run("inspect", tmp_path).stdout
+    assert json.loads(run("plan", tmp_path, "--json").stdout)["nbytes_read"] == 10**11
+
+
+def test_names_cannot_play_tricks_on_the_terminal(tmp_path: Path) -> None:
+    odd = "a\x1b[2J\n\u202eb\tc"
+    save_file({odd: torch.zeros(1), "plain": torch.ones(1)}, tmp_path / "a.safetensors")
+    save_file({odd: torch.ones(1)}, tmp_path / "b.safetensors")
+
+    shown = run("inspect", tmp_path / "a.safetensors").stdout
+    assert r"a\x1b[2J\n\u202eb\tc" in shown
+    assert len(shown.splitlines()) == 4
+    names = [
+        entry["name"] for entry in json.loads(run("inspect", tmp_path / "a.safetensors", "--json").stdout)["tensors"]
+    ]
+    assert sorted(names) == [odd, "plain"]
+    differences = run("verify", tmp_path / "a.safetensors", tmp_path / "b.safetensors").stdout.splitlines()
+    assert len(differences) == 2
+    assert all(map(str.isprintable, differences))
+    mistake = run("convert", tmp_path / "a.safetensors", tmp_path / "out", "--layout", "no\x1b[2Jname").stderr
+    assert r"'no\x1b[2Jname' is not known" in mistake
+
+
+def test_plan_is_what_convert_then_does(source: Path, tmp_path: Path) -> None:
+    options = ("--layout", "packed-qkv", "--dtype", "bf16", "--max-shard-size", "1200")
+    before = sorted(tmp_path.rglob("*"))
+    plan = json.loads(run("plan", source, *options, "--json").stdout)
+    assert sorted(tmp_path.rglob("*")) == before
+
+    assert run("convert", source, tmp_path / "out", *options).exit_code == 0
+    written = {file.name: file.stat().st_size for file in (tmp_path / "out").iterdir()}
+    carried = {entry["file"]: entry["nbytes"] for entry in plan["carry"]}
+    assert carried == {name: (source / name).stat().st_size for name in ("config.json", "tokenizer.json")}
+    planned = {entry["file"]: entry["nbytes"] for entry in plan["write"]}
+    assert len(planned) == 4
+    assert planned == {name: nbytes for name, nbytes in written.items() if name not in carried}
+    assert plan["nbytes_written"] == sum(planned.values())
+    for entry in plan["write"]:
+        if entry["tensors"]:
+            with safe_open(tmp_path / "out" / entry["file"], "pt") as file:
+                assert {tensor["name"]: tensor["shape"] for tensor in entry["tensors"]} == {
+                    name: list(file.get_slice(name).get_shape())
+                    for name in file.keys()  # noqa: SIM118
+                }
+
+
+def test_plan_counts_only_the_bytes_that_the_layout_needs(source: Path, layout_file: Path) -> None:
+    plan = json.loads(run("plan", source, "-l", f"{layout_file}:half", "--json").stdout)
+
+    assert plan["read"] == [{"file": str(source / "model.safetensors"), "nbytes": 1552 * 4 // 2}]
+    assert plan["nbytes_read"] == 1552 * 4 // 2
+    # The buffer, and nothing for views.
+    assert plan["peak_nbytes"] == 64 << 20
+
+
+def test_plan_prints_a_table(source: Path) -> None:
+    lines = run("plan", source, "--max-shard-size", "4KB").stdout.splitlines()
+
+    assert [line.split()[:2] for line in lines[:-1]] == [
+        ["what", "file"],
+        ["read", "model.safetensors"],
+        ["write", "model-00001-of-00002.safetensors"],
+        ["write", "model-00002-of-00002.safetensors"],
+        ["write", "model.safetensors.index.json"],
+        ["carry", "config.json"],
+        ["carry", "tokenizer.json"],
+    ]
+    assert re.fullmatch(r"reads 6.21 KB, writes 8 tensors in .* KB, needs at most 67.1 MB of memory", lines[-1])

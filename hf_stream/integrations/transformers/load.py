@@ -26,6 +26,7 @@ from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import LayoutError
 from hf_stream.formats.collector import collector_paused
+from hf_stream.integrations.transformers.bars import no_bars
 from hf_stream.lazy import LazyTensor, materialize
 
 Loader = Callable[..., Any]
@@ -114,7 +115,7 @@ def stream_load(
             tensors = request.layout(tensors)
     token = _request.set(None)
     try:
-        with collector_paused(), _no_thread_pool():
+        with collector_paused(), no_bars(), _no_thread_pool():
             result = load(model, dict(tensors), checkpoint_files, load_config, expected_keys)
     finally:
         _request.reset(token)
@@ -152,7 +153,9 @@ def _open(
         return open_files(load_config.pretrained_model_name_or_path or files[0], files)
     loaded: dict[str, torch.Tensor] = {}
     for file in files:
-        loaded.update(load_state_dict(file, weights_only=load_config.weights_only, disable_mmap=load_config.disable_mmap))
+        loaded.update(
+            load_state_dict(file, weights_only=load_config.weights_only, disable_mmap=load_config.disable_mmap)
+        )
     return {name: LazyTensor.from_tensor(tensor) for name, tensor in loaded.items()}
 
 

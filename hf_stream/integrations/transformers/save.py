@@ -20,6 +20,7 @@ from hf_stream.copying.progress import Progress
 from hf_stream.errors import LayoutError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, add_variant, shard_pattern
+from hf_stream.integrations.transformers.bars import no_bars
 from hf_stream.lazy import LazyTensor
 
 
@@ -104,7 +105,8 @@ def stream_save(
     staging = Staging(save_directory)
     try:
         # Without tensors to save, transformers writes all that goes with them.
-        save(staging.path, state_dict={}, **options, **kwargs)
+        with no_bars():
+            save(staging.path, state_dict={}, **options, **kwargs)
         with collector_paused():
             tensors, sizes, groups = _saved_tensors(model, state_dict, save_original_format)
             if layout is not None:

@@ -1,0 +1,197 @@
+"""`from_pretrained` gives what plain transformers gives, and reads as little."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from programs import bits
+from torch import nn
+
+import hf_stream
+from hf_stream.layouts import Layout, Rename, packed_gate_up, packed_qkv
+from hf_stream.lazy import LazyTensor
+
+ARCHITECTURES = ["llama", "qwen3_moe", "gpt2", "opt", "t5", "phi3", "mixtral"]
+ARGUMENTS = {
+    "as_saved": {},
+    "auto": {"dtype": "auto"},
+    "float16": {"dtype": torch.float16},
+    "bfloat16_on_a_device_map": {"dtype": "bfloat16", "device_map": "cpu"},
+    "float64": {"dtype": torch.float64},
+}
+
+
+def assert_same(ours: nn.Module, plain: nn.Module) -> None:
+    assert type(ours) is type(plain)
+    for kind in ("named_parameters", "named_buffers"):
+        a = dict(getattr(ours, kind)(remove_duplicate=False))
+        b = dict(getattr(plain, kind)(remove_duplicate=False))
+        assert list(a) == list(b)
+        for name, x in a.items():
+            y = b[name]
+            assert type(x) is type(y), name
+            assert (x.dtype, x.shape, x.device, x.requires_grad) == (y.dtype, y.shape, y.device, y.requires_grad), name
+            assert bits(x) == bits(y), name
+        ties = {frozenset(n for n in a if a[n] is x) for x in a.values()}
+        assert ties == {frozenset(n for n in b if b[n] is y) for y in b.values()}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_parameter_and_buffer_equals_plain_transformers(saved, name, sharded, arguments):
+    path = saved(name, sharded)
+    cls = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
+    plain = cls.from_pretrained(path, **ARGUMENTS[arguments])
+    assert_same(hf_stream.from_pretrained(cls, path, **ARGUMENTS[arguments]), plain)
+
+
+def test_missing_unexpected_and_mismatched_keys_are_reported_and_initialised_as_by_transformers(saved, tmp_path):
+    path = saved("llama")
+    tensors = dict(hf_stream.open_checkpoint(path))
+    tensors["nobody.knows.this"] = torch.zeros(3)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["lm_head.weight"] = torch.zeros(7, 32)
+    hf_stream.save_checkpoint(tensors, tmp_path)
+    transformers.AutoConfig.from_pretrained(path).save_pretrained(tmp_path)
+    loaded = []
+    for load in (transformers.LlamaForCausalLM.from_pretrained, _streaming(transformers.LlamaForCausalLM)):
+        torch.manual_seed(3)
+        loaded.append(load(tmp_path, output_loading_info=True, ignore_mismatched_sizes=True))
+    (plain, info), (ours, our_info) = loaded
+    assert our_info == info
+    assert our_info["missing_keys"] == {"model.layers.1.mlp.up_proj.weight"}
+    assert our_info["unexpected_keys"] == {"nobody.knows.this"}
+    assert_same(ours, plain)
+
+
+def _streaming(cls):
+    return lambda *args, **kwargs: hf_stream.from_pretrained(cls, *args, **kwargs)
+
+
+def test_a_mismatch_raises_what_transformers_raises(saved, tmp_path):
+    tensors = dict(hf_stream.open_checkpoint(saved("llama")))
+    tensors["lm_head.weight"] = torch.zeros(7, 32)
+    hf_stream.save_checkpoint(tensors, tmp_path)
+    transformers.AutoConfig.from_pretrained(saved("llama")).save_pretrained(tmp_path)
+    messages = []
+    for load in (transformers.LlamaForCausalLM.from_pretrained, _streaming(transformers.LlamaForCausalLM)):
+        with pytest.raises(RuntimeError) as error:
+            load(tmp_path)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_llama_checkpoint_becomes_a_phi3_model_with_equal_logits_and_goes_back(saved, random_model, tmp_path):
+    llama = random_model("llama")
+    layout = packed_qkv(llama.config) | packed_gate_up()
+    config = transformers.Phi3Config(**_shared(llama.config), pad_token_id=0)
+    phi3 = hf_stream.from_pretrained(transformers.Phi3ForCausalLM, saved("llama"), layout=layout, config=config)
+    tokens = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(phi3(tokens).logits, llama(tokens).logits)
+    hf_stream.save_pretrained(phi3, tmp_path / "back", layout=layout.inverse)
+    assert not hf_stream.verify(saved("llama"), tmp_path / "back")
+
+
+def _shared(config):
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+    return {name: getattr(config, name) for name in names}
+
+
+class PackedLlama(hf_stream.StreamingMixin, transformers.LlamaForCausalLM):
+    """A Llama whose attention and MLP are those of Phi-3; the layout depends on its config."""
+
+    @property
+    def layout(self):
+        return packed_qkv(self.config) | packed_gate_up()
+
+    def __init__(self, config):
+        super().__init__(config)
+        attention = config._attn_implementation
+        phi3 = transformers.Phi3Config(**_shared(config), pad_token_id=0, attn_implementation=attention)
+        for number, layer in enumerate(self.model.layers):
+            layer.self_attn = transformers.models.phi3.modeling_phi3.Phi3Attention(phi3, number)
+            layer.mlp = transformers.models.phi3.modeling_phi3.Phi3MLP(phi3)
+        self.post_init()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_mixin_class_loads_saves_and_reloads_through_its_layout(saved, tmp_path, sharded):
+    path = saved("llama", sharded)
+    packed = PackedLlama.from_pretrained(path)
+    assert packed.model.layers[1].self_attn.qkv_proj.weight.shape == (64, 32)
+    packed.save_pretrained(tmp_path / "original")
+    assert not hf_stream.verify(path, tmp_path / "original")
+    packed.save_pretrained(tmp_path / "packed", save_original_format=False)
+    written = hf_stream.open_checkpoint(tmp_path / "packed")
+    assert "model.layers.0.self_attn.qkv_proj.weight" in written
+    assert not hf_stream.verify(dict(packed.state_dict()), written)
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "original")
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(packed(tokens).logits, plain(tokens).logits)
+
+
+def test_a_lazy_state_dict_given_to_plain_from_pretrained_streams_on_load(saved):
+    path = saved("qwen3_moe")
+    plain = transformers.Qwen3MoeForCausalLM.from_pretrained(path)
+    lazies = dict(hf_stream.open_checkpoint(path))
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(None, config=plain.config, state_dict=lazies)
+    assert all(isinstance(parameter, LazyTensor) for parameter in model.parameters())
+    for name, tensor in hf_stream.materialize(model.state_dict()).items():
+        assert bits(tensor) == bits(plain.state_dict()[name]), name
+
+
+def test_parameters_that_need_no_conversion_alias_the_file_and_writes_to_them_stay_private(saved):
+    path = saved("llama")
+    before = (path / "model.safetensors").read_bytes()
+    model = hf_stream.from_pretrained(transformers.LlamaForCausalLM, path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert (path / "model.safetensors").read_bytes() == before
+
+
+def test_other_threads_load_plainly_while_one_streams(saved):
+    path, seen = saved("llama"), []
+    rename = Layout([Rename("model.norm.weight", "lost")])
+
+    def plainly():
+        _, info = transformers.LlamaForCausalLM.from_pretrained(path, output_loading_info=True)
+        seen.append(info["missing_keys"])
+
+    def layout(tensors):
+        thread = threading.Thread(target=plainly)
+        thread.start()
+        thread.join()
+        return rename(tensors)
+
+    _, info = hf_stream.from_pretrained(transformers.LlamaForCausalLM, path, layout=layout, output_loading_info=True)
+    assert info["missing_keys"] == {"model.norm.weight"}
+    assert seen == [set()]
+
+
+def test_transformers_is_as_before_after_an_error(saved):
+    before = transformers.PreTrainedModel._load_pretrained_model
+    with pytest.raises(ZeroDivisionError):
+        hf_stream.from_pretrained(transformers.LlamaForCausalLM, saved("llama"), layout=lambda _: 1 / 0)
+    assert transformers.PreTrainedModel._load_pretrained_model is before
+
+
+def test_a_layout_with_disk_offload_is_refused_in_words(saved, tmp_path: Path):
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    with pytest.raises(hf_stream.LayoutError, match="offloading to disk.*hf_stream.convert"):
+        hf_stream.from_pretrained(
+            transformers.LlamaForCausalLM,
+            saved("llama"),
+            layout=Layout([Rename("a", "b")]),
+            device_map=device_map,
+            offload_folder=tmp_path,
+        )

@@ -54,7 +54,8 @@ def convert(
     along into a directory.
     """
     started = time.time()
-    single = destination.endswith(_SUFFIX)
+    target = Path(destination)
+    single = target.suffix == _SUFFIX
     if single and max_shard_size:
         raise click.UsageError(
             f"--max-shard-size splits into several files, but DST '{destination}' is one; give a directory.",
@@ -66,7 +67,6 @@ def convert(
         dtype=dtype,
         max_shard_size=_UNLIMITED if single else max_shard_size or DEFAULT_MAX_SHARD_SIZE,
     )
-    target = Path(destination)
     try:
         hf_stream.convert(
             conversion.source,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
+from collections.abc import Iterator
 
 import click
 import torch
@@ -47,7 +47,7 @@ def _as_text(conversion: Conversion) -> str:
     rows = [("read", _name(file), "", size(nbytes)) for file, nbytes in reads.items()]
     rows += [("write", s.name, f"{len(s.header.tensors):,}", size(s.header.nbytes)) for s in files.shards]
     rows += [("write", name, "", size(len(content))) for name, content in files.small.items()]
-    rows += [("carry", entry.name, "", size(_nbytes(entry))) for entry in conversion.carried]
+    rows += [("carry", name, "", size(nbytes)) for name, nbytes in _carried(conversion)]
     tensors = count(len(conversion.tensors), "tensor")
     total = (
         f"reads {size(sum(reads.values()))}, writes {tensors} in {size(files.nbytes)}, "
@@ -78,7 +78,7 @@ def _as_json(conversion: Conversion) -> str:
             "peak_nbytes": conversion.peak_nbytes(),
             "read": [{"file": file, "nbytes": nbytes} for file, nbytes in reads.items()],
             "write": write,
-            "carry": [{"file": entry.name, "nbytes": _nbytes(entry)} for entry in conversion.carried],
+            "carry": [{"file": name, "nbytes": nbytes} for name, nbytes in _carried(conversion)],
         },
         indent=2,
     )
@@ -88,7 +88,7 @@ def _name(file: str) -> str:
     return os.path.basename(file) or file
 
 
-def _nbytes(entry: Path) -> int:
-    """Bytes of a file, or of all files in a directory."""
-    inside = entry.rglob("*") if entry.is_dir() else (entry,)
-    return sum(file.stat().st_size for file in inside if file.is_file())
+def _carried(conversion: Conversion) -> Iterator[tuple[str, int]]:
+    """Path within the checkpoint, and bytes, of each small file."""
+    for path in conversion.carried:
+        yield str(path.relative_to(conversion.source.path)), path.stat().st_size

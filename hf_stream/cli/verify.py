@@ -38,7 +38,7 @@ def verify(first: str, second: str, specs: tuple[str, ...], inverse: bool, quiet
 
 
 def _number(found: Differences) -> int:
-    return sum(map(len, (found.missing, found.extra, found.shapes, found.dtypes, found.values)))
+    return len({*found.missing, *found.extra, *found.shapes, *found.dtypes, *found.values})
 
 
 def _printable(found: Differences) -> Differences:

@@ -38,7 +38,8 @@ def source(tmp_path: Path) -> Path:
     directory.mkdir()
     save_file(llama(), directory / "model.safetensors", {"format": "pt"})
     (directory / "config.json").write_text(json.dumps(CONFIG))
-    (directory / "tokenizer.json").write_text("{}")
+    (directory / "more").mkdir()
+    (directory / "more" / "tokenizer.json").write_text("{}")
     return directory
 
 

@@ -71,9 +71,10 @@ def test_plan_is_what_convert_then_does(source: Path, tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
     assert run("convert", source, tmp_path / "out", *options).exit_code == 0
-    written = {file.name: file.stat().st_size for file in (tmp_path / "out").iterdir()}
+    files = [file for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    written = {str(file.relative_to(tmp_path / "out")): file.stat().st_size for file in files}
     carried = {entry["file"]: entry["nbytes"] for entry in plan["carry"]}
-    assert carried == {name: (source / name).stat().st_size for name in ("config.json", "tokenizer.json")}
+    assert carried == {name: (source / name).stat().st_size for name in ("config.json", "more/tokenizer.json")}
     planned = {entry["file"]: entry["nbytes"] for entry in plan["write"]}
     assert len(planned) == 4
     assert planned == {name: nbytes for name, nbytes in written.items() if name not in carried}
@@ -106,6 +107,6 @@ def test_plan_prints_a_table(source: Path) -> None:
         ["write", "model-00002-of-00002.safetensors"],
         ["write", "model.safetensors.index.json"],
         ["carry", "config.json"],
-        ["carry", "tokenizer.json"],
+        ["carry", "more/tokenizer.json"],
     ]
     assert re.fullmatch(r"reads 6.21 KB, writes 8 tensors in .* KB, needs at most 67.1 MB of memory", lines[-1])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_stream.errors import CheckpointError
 from hf_stream.formats import Header, encode_header, encode_index, shard_pattern, split_into_shards
@@ -106,10 +107,14 @@ def check_has_data(name: str, tensor: torch.Tensor) -> None:
     """Refuse what has a shape but no bytes in a row, before anything is written.
 
     Raises:
-        CheckpointError: The tensor is on the meta device, or sparse.
+        CheckpointError: The tensor is on the meta device, sparse, or a subclass that wraps other tensors.
     """
     if tensor.is_meta:
         raise CheckpointError(f"'{name}' is on the meta device and has no data; load it first, or leave it out")
+    if is_traceable_wrapper_subclass(tensor):
+        raise CheckpointError(
+            f"'{name}' is a {type(tensor).__name__}, whose data is in other tensors; save the plain tensor"
+        )
     if tensor.layout != torch.strided:
         raise CheckpointError(f"'{name}' has the layout {tensor.layout}; make it dense first, with .to_dense()")
 

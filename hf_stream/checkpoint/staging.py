@@ -2,10 +2,10 @@
 
 A work directory holds `growing/` (files that are being written), `files/` (whole ones, which will be the checkpoint)
 and `journal.json`. A destination that does not exist yet has it beside itself (`.NAME.hf-stream`), and `files/` is
-renamed to the destination at the end. One that exists has it inside (`.hf-stream`), since only there a rename is sure to
-work. At the end the old weights are removed first, and the file that makes the directory loadable is put in place last,
-so that at no moment old and new files load as a mixture. The journal tells the next run what was finished, and to
-complete a replacement that was cut short.
+renamed to the destination at the end. One that exists has it inside (`.hf-stream`), since only there a rename is sure
+to work. At the end the old weights are removed first, and the file that makes the directory loadable is put in place
+last, so that at no moment old and new files load as a mixture. The journal tells the next run what was finished, and
+to complete a replacement that was cut short.
 
 All this holds for processes that are killed at any moment. Files are not forced to the disk: a machine that loses power
 within seconds of a save may lose the data, as with any other file.

@@ -29,10 +29,12 @@ class WorkDirectory:
         self._fd = -1
         self._made = [parent for parent in path.parents if not parent.exists()]
         while self._fd < 0:
-            path.mkdir(parents=True, exist_ok=True)
             try:
+                path.mkdir(parents=True, exist_ok=True)
                 fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except FileNotFoundError:
+            except (FileNotFoundError, FileExistsError):
+                if os.path.lexists(path) and not path.is_dir():
+                    raise
                 continue  # its last user has just removed the directory
             self._fd = self._lock(fd)
 

@@ -187,7 +187,7 @@ def test_transformers_is_as_before_after_an_error(saved):
 def test_a_layout_with_disk_offload_is_refused_in_words(saved, tmp_path: Path):
     device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    with pytest.raises(hf_stream.LayoutError, match="offloading to disk.*hf_stream.convert"):
+    with pytest.raises(hf_stream.LayoutError, match=r"offloading to disk.*hf_stream\.convert"):
         hf_stream.from_pretrained(
             transformers.LlamaForCausalLM,
             saved("llama"),

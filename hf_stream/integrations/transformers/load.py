@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import load_state_dict
 
 from hf_stream.checkpoint import AnyLayout, open_files
@@ -62,9 +62,9 @@ def from_pretrained(
 ) -> Model:
     """`cls.from_pretrained(...)`, reading each parameter straight to its place in its final dtype and layout.
 
-    The model is the one that plain transformers gives, bit for bit. Anonymous memory beyond it stays below `buffer_size`
-    plus the inputs of one deferred operation. On the CPU, parameters that lie in the files just as they are needed are
-    private mappings of the files, as in transformers.
+    The model is the one that plain transformers gives, bit for bit. Anonymous memory beyond it stays below
+    `buffer_size` plus the inputs of one deferred operation. On the CPU, parameters that lie in the files just as they
+    are needed are private mappings of the files, as in transformers.
 
     Args:
         cls: A model class or an Auto class of transformers.
@@ -167,7 +167,7 @@ def _obstacle(load_config: Any) -> str | None:
         return "offloading to disk"
     if load_config.device_mesh is not None:
         return "a device mesh"
-    if is_deepspeed_zero3_enabled():
+    if is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         return "DeepSpeed ZeRO-3"
     return None
 
@@ -209,7 +209,7 @@ def _hooked(request: Request) -> Iterator[None]:
     with _hook_lock:
         if _hook_users == 0:
             _plain_load = PreTrainedModel._load_pretrained_model
-            PreTrainedModel._load_pretrained_model = staticmethod(_load_as_requested)
+            _set_loader(_load_as_requested)
         _hook_users += 1
     token = _request.set(request)
     try:
@@ -219,4 +219,8 @@ def _hooked(request: Request) -> Iterator[None]:
         with _hook_lock:
             _hook_users -= 1
             if _hook_users == 0:
-                PreTrainedModel._load_pretrained_model = staticmethod(_plain_load)
+                _set_loader(_plain_load)
+
+
+def _set_loader(load: Loader) -> None:
+    PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]

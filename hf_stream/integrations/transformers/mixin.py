@@ -18,9 +18,9 @@ from hf_stream.layouts import Layout
 class StreamingMixin:
     """Put before a model class of transformers: `class Packed(StreamingMixin, BertModel): layout = ...`.
 
-    `from_pretrained` then streams and maps the checkpoint's tensors through `layout`; `save_pretrained` streams and maps
-    them back, so that what is saved is in the checkpoint's own layout. `save_pretrained(..., save_original_format=False)`
-    saves the tensors as the model holds them.
+    `from_pretrained` then streams and maps the checkpoint's tensors through `layout`; `save_pretrained` streams and
+    maps them back, so that what is saved is in the checkpoint's own layout.
+    `save_pretrained(..., save_original_format=False)` saves the tensors as the model holds them.
 
     Attributes:
         layout: A `Layout`; or a property, when it depends on the model's config.

@@ -1,4 +1,4 @@
-"""`save_pretrained`, streaming: transformers writes the small files and says what the weights are to be; we write them."""
+"""`save_pretrained`, streaming: transformers writes the small files and says what the weights are; we write them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def save_pretrained(
 
     The files are those of plain transformers, byte for byte (tensors that a conversion splits may be spread over shards
     in another way). A new directory appears complete or not at all; in one that exists, no mixture of old and new ever
-    loads. Models with adapters, quantized or offloaded ones, ones sharded over ranks, and saves that push to the Hub are
-    handed to transformers.
+    loads. Models with adapters, quantized or offloaded ones, ones sharded over ranks, and saves that push to the Hub
+    are handed to transformers.
 
     Args:
         model: The model.
@@ -140,10 +140,10 @@ def _saved_tensors(
     reals = remove_tied_weights_from_state_dict(reals, model)
     lazies: dict[str, torch.Tensor] = {name: LazyTensor.from_tensor(tensor) for name, tensor in reals.items()}
     names = {id(lazy): name for name, lazy in lazies.items()}
-    tensors = revert_weight_conversion(model, lazies) if save_original_format else lazies
+    tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, lazies) if save_original_format else lazies
     unchanged = {name: reals[names[id(lazy)]] for name, lazy in tensors.items() if id(lazy) in names}
-    sizes = {name: get_torch_storage_size(real) for name, real in unchanged.items()}
-    groups = {name: get_torch_storage_id(real) for name, real in unchanged.items()}
+    sizes: dict[str, int] = {name: get_torch_storage_size(real) for name, real in unchanged.items()}
+    groups: dict[str, Hashable] = {name: get_torch_storage_id(real) for name, real in unchanged.items()}
     return tensors, sizes, groups
 
 

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Any, overload
+from typing import overload
 
 import torch
 
-from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE, Progress, execute, progress_bar
+from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE, execute
 from hf_stream.copying.plan import Copy
+from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.region import Region
 from hf_stream.formats.collector import collector_paused
-from hf_stream.lazy.dispatch import materialize_inputs
+from hf_stream.lazy.deferred import NOWHERE, plain_torch, run_deferred
 from hf_stream.lazy.lower import Pending, lower
 from hf_stream.lazy.sources import Compute
 from hf_stream.lazy.tensor import LazyTensor
 from hf_stream.storage.file import FileStorage
-from hf_stream.storage.memory import MemoryStorage, advise_huge_pages
+from hf_stream.storage.memory import advise_huge_pages
 
 Job = tuple[torch.Tensor, Region, str]
-
-# A storage for regions that are planned and never run.
-NOWHERE = MemoryStorage(torch.empty(0))
 
 
 def write_into(
@@ -41,23 +39,19 @@ def write_into(
         desc: What the bar says.
 
     Raises:
+        LazyTensorError: A tensor and its region differ in size; nothing has been written then.
         CopyError: Reading or writing failed; names the tensor and the files.
     """
-    with collector_paused():
-        copies, pending = plan_jobs(jobs)
-    total = sum(copy.dst.nbytes for copy in copies)
-    total += sum(entry.nbytes for entries in pending.values() for entry in entries)
-    with progress_bar(progress, total, desc) as bar:
-        execute(copies, buffer_size=buffer_size, progress=bar or False)
-        for compute in list(pending):
-            entries = pending.pop(compute)
-            outputs = _run(compute)
-            execute(
-                [entry.copy_from(outputs[entry.output.index or 0]) for entry in entries],
-                buffer_size=buffer_size,
-                progress=bar or False,
-            )
-            del outputs
+    with plain_torch():
+        with collector_paused():
+            copies, pending = plan_jobs(jobs)
+        total = sum(copy.dst.nbytes for copy in copies)
+        total += sum(entry.nbytes for entries in pending.values() for entry in entries)
+        with progress_bar(progress, total, desc) as bar:
+            execute(copies, buffer_size=buffer_size, progress=bar or False)
+            for compute, outputs in run_deferred(pending, buffer_size):
+                entries = [entry.copy_from(outputs) for entry in pending[compute]]
+                execute(entries, buffer_size=buffer_size, progress=bar or False)
 
 
 def plan_jobs(jobs: Iterable[Job]) -> tuple[list[Copy], dict[Compute, list[Pending]]]:
@@ -66,24 +60,33 @@ def plan_jobs(jobs: Iterable[Job]) -> tuple[list[Copy], dict[Compute, list[Pendi
     pending: dict[Compute, list[Pending]] = {}
     for tensor, region, name in jobs:
         for entry in lower(LazyTensor.from_tensor(tensor), region, name):
-            if isinstance(entry, Copy):
-                copies.append(entry)
-            else:
+            if not isinstance(entry, Copy):
                 pending.setdefault(entry.output.compute, []).append(entry)
+            elif not (entry.is_raw and entry.src == entry.dst):  # a tensor into itself
+                copies.append(entry)
     return copies, pending
 
 
-def _run(compute: Compute) -> list[torch.Tensor]:
-    args, kwargs = materialize_inputs((compute.args, dict(compute.kwargs)))
-    out = compute.func(*args, **kwargs)
-    tensors = [out] if isinstance(out, torch.Tensor) else list(out)
-    return [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
-
-
 @overload
-def materialize(tensors: Mapping[str, torch.Tensor], **kwargs: Any) -> dict[str, torch.Tensor]: ...
+def materialize(
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    device: torch.device | str | None = None,
+    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    progress: bool | Progress | None = False,
+    desc: str = "",
+    alias: bool = False,
+) -> dict[str, torch.Tensor]: ...
 @overload
-def materialize(tensors: Iterable[torch.Tensor], **kwargs: Any) -> list[torch.Tensor]: ...
+def materialize(
+    tensors: Iterable[torch.Tensor],
+    *,
+    device: torch.device | str | None = None,
+    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    progress: bool | Progress | None = False,
+    desc: str = "",
+    alias: bool = False,
+) -> list[torch.Tensor]: ...
 def materialize(
     tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor],
     *,
@@ -108,7 +111,8 @@ def materialize(
             truncated or written to while the tensor lives.
 
     Returns:
-        The tensors, contiguous, under the same names or in the same order.
+        The tensors, contiguous, under the same names or in the same order. No gradient flows through them to what
+        the lazies were made of.
 
     Raises:
         CopyError: Reading failed; names the tensor and the file.
@@ -126,8 +130,9 @@ def materialize(
         real = _mapped(tensor) if alias and target.type == "cpu" else None
         if real is None:
             real = torch.empty(tensor.shape, dtype=tensor.dtype, device=target)
-            advise_huge_pages(real)
-            jobs.append((tensor, Region.of(real), name))
+            if target.type != "meta":
+                advise_huge_pages(real)
+                jobs.append((tensor, Region.of(real), name))
         results[id(tensor)] = _dressed(real, tensor)
     write_into(jobs, buffer_size=buffer_size, progress=progress, desc=desc)
     if isinstance(tensors, Mapping):
@@ -140,9 +145,8 @@ def _mapped(lazy: LazyTensor) -> torch.Tensor | None:
     entries = list(islice(lower(lazy, Region.contiguous(NOWHERE, lazy.dtype, lazy.shape)), 2))
     if len(entries) != 1 or not isinstance(entries[0], Copy):
         return None
-    (copy,) = entries
-    src = copy.src
-    plain = not copy.via and src.dtype == lazy.dtype and src.is_contiguous and copy.dst.is_contiguous
+    src = entries[0].src
+    plain = entries[0].is_raw and src.is_contiguous and entries[0].dst.is_contiguous
     if not plain or not isinstance(src.storage, FileStorage):
         return None
     mapped = src.storage.alias(src.offset, src.dtype, src.size)

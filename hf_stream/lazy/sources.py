@@ -1,8 +1,8 @@
 """What a LazyTensor's elements come from: real storage, tiles of other lazies, or a deferred operation.
 
-A LazyTensor is always one strided window over one source. A `Leaf` is real bytes. `Tiles` and `Compute` are
-virtual: they stand for a row-major buffer that is never built as a whole. So a view op only ever rewrites the window,
-whatever lies below, and all pushing of windows through tiles happens once, in `lower.py`.
+A LazyTensor is always one strided window over one source. A `Leaf` is real bytes. `Tiles` and `Output` are virtual:
+they stand for a buffer that is built piece by piece, or when its turn comes. So a view op only ever rewrites the
+window, whatever lies below, and all pushing of windows through tiles happens once, in `lower.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from hf_stream.copying.geometry import contiguous_stride
 from hf_stream.storage.base import Storage
+
+if TYPE_CHECKING:
+    from hf_stream.lazy.tensor import LazyTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Part:
     def __init__(self, window: torch.Tensor, source: Source) -> None:
         self.size = tuple(window.size())
         self.stride = window.stride()
-        self.offset = window.storage_offset()
+        self.offset = int(window.storage_offset())
         self.dtype = window.dtype
         self.source = source
 
@@ -42,10 +45,16 @@ class Part:
 class Tiles:
     """Parts side by side along `dim`, as the row-major buffer of `shape` and `dtype` that concatenating would build.
 
-    Parts have at least one dim. With one part this is a copy of it: in row-major order (`clone`, `contiguous`), as another dtype, or both.
+    Parts have at least one dim. With one part this is a copy of it: in row-major order (`clone`, `contiguous`), as
+    another dtype, or both.
+
+    Attributes:
+        ends: Where each part ends along `dim`.
+        steps: Strides of the buffer, in elements.
+        built: The whole buffer, for windows that are too fragmented to read piece by piece; set when first needed.
     """
 
-    __slots__ = ("dim", "dtype", "ends", "parts", "shape", "steps")
+    __slots__ = ("built", "dim", "dtype", "ends", "parts", "shape", "steps")
 
     def __init__(self, parts: Sequence[Part], dim: int, dtype: torch.dtype) -> None:
         self.parts = parts
@@ -56,25 +65,40 @@ class Tiles:
         shape[dim] = self.ends[-1]
         self.shape = tuple(shape)
         self.steps = contiguous_stride(shape)
+        self.built: Output | None = None
 
 
 class Compute:
-    """A deferred operation: runs on its own inputs when one of its outputs is needed, and frees them."""
+    """A deferred operation: it runs when one of its outputs is needed.
 
-    __slots__ = ("args", "func", "kwargs")
+    Attributes:
+        inputs: The lazies among its arguments, each once.
+        results: What it gives, as meta tensors: sizes, dtypes and dense strides that its outputs keep.
+    """
 
-    def __init__(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    __slots__ = ("args", "func", "inputs", "kwargs", "results")
+
+    def __init__(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: Sequence[LazyTensor],
+        results: Sequence[torch.Tensor] = (),
+    ) -> None:
         self.func = func
         self.args = args
         self.kwargs = kwargs
+        self.inputs = inputs
+        self.results = results
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The `index`-th tensor that `compute` gives, as a row-major buffer; None when it gives just one."""
+    """The memory of the `index`-th tensor that `compute` gives."""
 
     compute: Compute
-    index: int | None
+    index: int
 
 
 Source: TypeAlias = Leaf | Tiles | Output

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 from hf_stream.copying.plan import Copy
 from hf_stream.copying.region import Region
 from hf_stream.formats.collector import collector_paused
+from hf_stream.lazy.deferred import NOWHERE, input_nbytes, steps
 from hf_stream.lazy.lower import lower
-from hf_stream.lazy.run import NOWHERE
 from hf_stream.lazy.sources import Compute, Leaf, Source, Tiles
 from hf_stream.lazy.tensor import LazyTensor
 from hf_stream.storage.base import Storage
@@ -31,79 +31,83 @@ def reads(tensors: Iterable[torch.Tensor]) -> Iterator[Region]:
                     yield entry.src
                 elif entry.output.compute not in done:
                     done.add(entry.output.compute)
-                    todo.extend(_inputs(entry.output.compute))
+                    todo.extend(entry.output.compute.inputs)
 
 
 def working_set(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that the largest deferred operation holds while it runs: its inputs, and theirs, and its outputs."""
-    sizes: dict[int, int] = {}
-
-    def below(source: Source) -> int:
-        if isinstance(source, Leaf):
-            return 0
-        if id(source) not in sizes:
-            if isinstance(source, Tiles):
-                sizes[id(source)] = max((below(part.source) for part in source.parts), default=0)
-            else:
-                inputs = _inputs(source.compute)
-                held = sum(lazy.numel() * lazy.itemsize for lazy in inputs)
-                sizes[id(source)] = held + max((below(lazy._source) for lazy in inputs), default=0)
-        return sizes[id(source)]
-
-    return max(
-        (below(t._source) + (0 if _is_movement(t._source) else t.numel() * t.itemsize) for t in _lazies(tensors)),
-        default=0,
-    )
+    """Bytes that deferred operations hold at the worst moment: inputs and outputs, without what they use inside."""
+    wanted: dict[Compute, None] = {}
+    for tensor in tensors:
+        lazy = LazyTensor.from_tensor(tensor)
+        for entry in lower(lazy, Region.contiguous(NOWHERE, lazy.dtype, lazy.shape)):
+            if not isinstance(entry, Copy):
+                wanted[entry.output.compute] = None
+    inputs: dict[Compute, int] = {}
+    outputs: dict[Compute, int] = {}
+    held = most = 0
+    for kind, compute, _ in steps(wanted):
+        if kind in ("take", "run") and compute not in inputs:
+            inputs[compute] = input_nbytes(compute)
+            held += inputs[compute]
+        if kind == "run":
+            outputs[compute] = sum(meta.numel() * meta.itemsize for meta in compute.results)
+            held += outputs[compute]
+            most = max(most, held)
+            held -= inputs[compute]
+        elif kind == "free":
+            held -= outputs[compute]
+        most = max(most, held)
+    return most
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
-    """A hash of the expressions and the identities of the files under them: equal for equal results."""
+    """A hash of the expressions and of what lies under them: equal only for equal results.
+
+    Files count by identity (device, inode, size and time of change), real tensors by content, which is read.
+    """
     digest = hashlib.sha256()
-    seen: dict[object, int] = {}
+    numbers: dict[object, int] = {}
+    todo: list[Source | object] = []  # sources to describe, each once; their numbers are in the digest already
 
     def put(*facts: object) -> None:
         digest.update(repr(facts).encode())
 
     def put_source(source: Source) -> None:
-        key = id(source) if not isinstance(source, Leaf) else (id(source.storage), source.base)
-        put(seen.setdefault(key, len(seen)))
-        if seen[key] != len(seen) - 1:
-            return
+        thing: object = source
         if isinstance(source, Leaf):
-            put("leaf", source.base, _identity(source.storage))
-        elif isinstance(source, Tiles):
-            put("tiles", source.dim, source.dtype)
-            for part in source.parts:
-                put(part.size, part.stride, part.offset, part.dtype)
-                put_source(part.source)
-        else:
-            put("compute", source.index, str(source.compute.func))
-            for leaf in pytree.tree_leaves((source.compute.args, dict(source.compute.kwargs))):
-                put_tensor(LazyTensor.from_tensor(leaf)) if isinstance(leaf, torch.Tensor) else put(leaf)
+            put(source.base)
+            thing = source.storage
+        elif not isinstance(source, Tiles):
+            put(source.index)
+            thing = source.compute
+        if thing not in numbers:
+            numbers[thing] = len(numbers)
+            todo.append(thing)
+        put(numbers[thing])
 
-    def put_tensor(lazy: LazyTensor) -> None:
+    def put_tensor(tensor: torch.Tensor) -> None:
+        lazy = LazyTensor.from_tensor(tensor)
         window = lazy._window
-        put(tuple(window.shape), window.stride(), window.storage_offset(), window.dtype)
+        put(tuple(window.shape), window.stride(), window.storage_offset(), window.dtype, str(lazy.device))
         put_source(lazy._source)
 
-    for lazy in _lazies(tensors):
-        put_tensor(lazy)
+    for tensor in tensors:
+        put_tensor(tensor)
+        while todo:
+            thing = todo.pop()
+            if isinstance(thing, Tiles):
+                put("tiles", thing.dim, thing.dtype, len(thing.parts))
+                for part in thing.parts:
+                    put(part.size, part.stride, part.offset, part.dtype)
+                    put_source(part.source)
+            elif isinstance(thing, Compute):
+                leaves, structure = pytree.tree_flatten((thing.args, dict(thing.kwargs)))
+                put("compute", str(thing.func), str(structure))
+                for leaf in leaves:
+                    put_tensor(leaf) if isinstance(leaf, torch.Tensor) else put(leaf)
+            elif isinstance(thing, Storage):
+                put("storage", _identity(thing))
     return digest.hexdigest()
-
-
-def _lazies(tensors: Iterable[torch.Tensor]) -> Iterator[LazyTensor]:
-    return (LazyTensor.from_tensor(tensor) for tensor in tensors)
-
-
-def _inputs(compute: Compute) -> list[LazyTensor]:
-    leaves = pytree.tree_leaves((compute.args, dict(compute.kwargs)))
-    return [leaf for leaf in leaves if isinstance(leaf, LazyTensor)]
-
-
-def _is_movement(source: Source) -> bool:
-    if isinstance(source, Tiles):
-        return all(_is_movement(part.source) for part in source.parts)
-    return isinstance(source, Leaf)
 
 
 def _identity(storage: Storage) -> object:

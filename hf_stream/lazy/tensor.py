@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -38,17 +40,17 @@ class LazyTensor(torch.Tensor):
     _window: torch.Tensor
     _source: Source
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, window: torch.Tensor, source: Source, device: torch.device | str = "cpu") -> LazyTensor:
-        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             window.size(),
             strides=window.stride(),
             storage_offset=window.storage_offset(),
             dtype=window.dtype,
-            device=device,
+            device=torch.device(device),
         )
         # C++ code that bypasses dispatch (gloo, for one) would otherwise be handed a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(lazy)
@@ -73,22 +75,40 @@ class LazyTensor(torch.Tensor):
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> LazyTensor:
-        """A lazy view of a real tensor's memory (strides and storage offset included); a LazyTensor is given back."""
+        """A lazy view of a real tensor's memory, with its strides and storage offset; a LazyTensor is given back.
+
+        Raises:
+            LazyTensorError: The tensor has no plain memory: it is on the meta device, sparse, or of a class that keeps
+                its data elsewhere.
+        """
         if isinstance(tensor, cls):
             return tensor
+        plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        if tensor.is_meta or tensor.layout != torch.strided or not plain:
+            raise LazyTensorError(
+                f"cannot read the memory of a {tensor.layout} {type(tensor).__name__} of shape {list(tensor.shape)} "
+                f"on '{tensor.device}'; give a dense tensor with data"
+            )
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        window = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-        return cls(window, Leaf(MemoryStorage(tensor), tensor.storage_offset() * tensor.itemsize), tensor.device)
+        buffer = torch.empty(tensor.untyped_storage().nbytes() // tensor.itemsize, dtype=tensor.dtype, device="meta")
+        window = buffer.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return cls(window, Leaf(MemoryStorage(tensor), 0), tensor.device)
 
     def materialize(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Read the data: into `out` (same shape; cast to its dtype), or into a new contiguous tensor on this device."""
+        """Read the data: into `out` (same shape; cast to its dtype), or into a new contiguous tensor on this device.
+
+        Raises:
+            LazyTensorError: `out` has another shape; nothing has been written then.
+            CopyError: Reading failed; names the file.
+        """
         from hf_stream.lazy.run import materialize, write_into
 
         if out is None:
             return materialize([self])[0]
         if out.shape != self.shape:
             raise LazyTensorError(
-                f"cannot materialize shape {list(self.shape)} into a tensor of shape {list(out.shape)}; pass out= of the same shape"
+                f"cannot materialize shape {list(self.shape)} into a tensor of shape {list(out.shape)}; "
+                "pass out= of the same shape"
             )
         write_into([(self, Region.of(out), "")])
         return out
@@ -99,44 +119,52 @@ class LazyTensor(torch.Tensor):
         return {name: value for name, value in self.__dict__.items() if name not in _OWN_ATTRIBUTES}
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        from hf_stream.lazy.dispatch import dispatch
+        return _dispatch()(func, args, kwargs or {})
 
-        return dispatch(func, args, kwargs or {})
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
     def __format__(self, spec: str) -> str:
-        return repr(self) if self.dim() else super().__format__(spec)
+        return repr(self) if self.dim() else format(self.item(), spec)
+
+    def __copy__(self) -> LazyTensor:
+        twin = LazyTensor(self._window, self._source, self.device)
+        twin.__dict__.update(self.attributes)
+        return twin.requires_grad_(self.requires_grad)  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
-        if id(self) in memo:
-            known: LazyTensor = memo[id(self)]
-            return known
-        copy = LazyTensor(self._window, self._source, self.device)
-        copy.__dict__.update(self.attributes)
-        copy.requires_grad_(self.requires_grad)
-        memo[id(self)] = copy
-        return copy
+        if id(self) not in memo:
+            twin = memo[id(self)] = self.__copy__()
+            twin.__dict__.update(copy.deepcopy(self.attributes, memo))
+        known: LazyTensor = memo[id(self)]
+        return known
 
     def tolist(self) -> Any:
         """The values as nested lists, read now."""
         return self.materialize().tolist()
 
-    def _get_data(self) -> LazyTensor:
-        return self.detach()  # type: ignore[return-value]
+    def _get_data(self) -> torch.Tensor:
+        return self.detach()
 
     def _set_data(self, value: torch.Tensor) -> None:
         # Torch swaps the metadata in C++ without dispatching; the expression must change with it.
         if not isinstance(value, LazyTensor):
             _refuse("assign a real tensor to .data of", "replace the parameter in its module instead")
-        torch.Tensor.data.__set__(self, value)
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._window, self._source = value._window, value._source
 
-    data = property(_get_data, _set_data)  # type: ignore[assignment]
+    data = property(_get_data, _set_data)
+
+
+@cache
+def _dispatch() -> Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]:
+    # Imported on first use, as it builds on this module, and kept: an import statement costs a third of a view op.
+    from hf_stream.lazy.dispatch import dispatch
+
+    return dispatch
 
 
 def _refuse(what: str, instead: str = "call .materialize() first") -> NoReturn:

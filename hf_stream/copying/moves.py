@@ -12,7 +12,7 @@ from hf_stream.copying.elements import copy_elements
 from hf_stream.copying.plan import Copy
 from hf_stream.copying.region import Region
 from hf_stream.copying.scratch import Scratch
-from hf_stream.copying.staging import SHORT_RUN, load, memory_of, relay, run_length, store
+from hf_stream.copying.staging import SHORT_RUN, load, memory_of, reads_in_runs, relay, run_length, store
 from hf_stream.storage.memory import MemoryStorage
 
 # Keeps every dtype aligned in a mosaic's image, wherever it starts in the file.
@@ -101,7 +101,7 @@ class Tile:
     def fill(self, target: torch.Tensor, scratch: Scratch) -> None:
         """Copy the source's values to `target`, wherever it is."""
         mark = scratch.mark()
-        source = self.src.tensor()
+        source = None if reads_in_runs(self.src) else self.src.tensor()
         if source is None:
             source = load(self.src, scratch)
         copy_elements(source, target, self.via, scratch)

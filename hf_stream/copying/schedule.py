@@ -14,6 +14,7 @@ from hf_stream.copying.geometry import Dim, merge_dims, offsets, split_run, tile
 from hf_stream.copying.moves import Mosaic, Run, Runs, Tile
 from hf_stream.copying.plan import Copy
 from hf_stream.copying.region import Region
+from hf_stream.copying.staging import CACHED_BYTES, LONG_RUN, reads_in_runs
 from hf_stream.storage.base import Storage
 from hf_stream.storage.file import MAX_BUFFERS
 from hf_stream.storage.memory import MemoryStorage
@@ -26,8 +27,6 @@ MOVE_BYTES = 16 << 20
 # A mosaic is written from the cache it was put together in.
 MOSAIC_BYTES = 1 << 20
 
-# Shorter runs go faster through a mapping than with a system call each.
-_LONG_RUN = 64 << 10
 # One system call takes many runs if they are next to each other in the file; each costs a buffer object.
 _SCATTERED_RUN = 4 << 10
 
@@ -107,7 +106,7 @@ def _goes_in_runs(src: Region, dst: Region, single: bool, nbytes: int) -> bool:
         return False
     if src.storage.addressable and dst.storage.addressable:
         return False
-    if single or nbytes >= _LONG_RUN:
+    if single or nbytes >= LONG_RUN:
         return True
     file_side = src if dst.storage.addressable else dst
     one_side_is_memory = src.storage.addressable or dst.storage.addressable
@@ -189,6 +188,8 @@ def _tiles(loops: Loops, share: int) -> Iterator[Tile]:
     limit = share // (held + boxes)
     if limit > BOX_ELEMENTS:
         limit = min((share - BOX_ELEMENTS * boxes) // held, MOVE_BYTES // max(src_width, dst_width))
+    if reads_in_runs(loops.copy.src):
+        limit = min(limit, CACHED_BYTES // src_width)
     for src_at, dst_at, box in tiles(loops.dims, limit):
         yield _tile(loops, src_at, dst_at, box)
 

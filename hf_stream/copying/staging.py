@@ -16,21 +16,25 @@ from hf_stream.storage.file import FileStorage
 # A first write to a mapped page of a file costs more than a system call with a run this long.
 SHORT_RUN = 512
 
+# Reading a run this long into memory costs less than mapping its pages.
+LONG_RUN = 64 << 10
+
 # Stays in the cache between reading and writing.
-_RELAY_BYTES = 1 << 20
+CACHED_BYTES = 1 << 20
 
 
 def load(region: Region, scratch: Scratch) -> torch.Tensor:
     """A region's values in scratch memory. Repeated elements (stride 0) are read once."""
     once = replace(region, size=tuple(n if step else 1 for n, step in zip(region.size, region.stride, strict=True)))
     tensor = scratch.take(once.dtype, once.size)
-    window = _byte_window(once, writable=False)
-    if window is not None:
-        tensor.view(-1).view(torch.uint8).view(window.shape).copy_(window)
-    else:
-        flat = memory_of(tensor)
-        for at, packed, nbytes in _runs(once):
-            once.storage.read_into(flat[packed : packed + nbytes], at)
+    if run_length(once) < SHORT_RUN:
+        window = _byte_window(once, writable=False)
+        if window is not None:
+            tensor.view(-1).view(torch.uint8).view(window.shape).copy_(window)
+            return tensor.expand(region.size)
+    flat = memory_of(tensor)
+    for at, packed, nbytes in _runs(once):
+        once.storage.read_into(flat[packed : packed + nbytes], at)
     return tensor.expand(region.size)
 
 
@@ -53,10 +57,15 @@ def relay(src: Storage, src_at: int, dst: Storage, dst_at: int, nbytes: int, scr
             src_at, dst_at, nbytes = src_at + moved, dst_at + moved, nbytes - moved
     while nbytes:
         scratch.clear()
-        part = memory_of(scratch.take(torch.uint8, (min(nbytes, _RELAY_BYTES, max(scratch.nbytes, 1)),)))
+        part = memory_of(scratch.take(torch.uint8, (min(nbytes, CACHED_BYTES, max(scratch.nbytes, 1)),)))
         src.read_into(part, src_at)
         dst.write_from(part, dst_at)
         src_at, dst_at, nbytes = src_at + len(part), dst_at + len(part), nbytes - len(part)
+
+
+def reads_in_runs(region: Region) -> bool:
+    """Whether a region is better read into memory than mapped: every first touch of a mapped page costs a fault."""
+    return not region.storage.addressable and region.storage.device.type == "cpu" and run_length(region) >= LONG_RUN
 
 
 def run_length(region: Region) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Hashable, Sequence
+from functools import cache
 
 import torch
 
@@ -89,6 +90,11 @@ class MemoryStorage(Storage):
         return tensor
 
 
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
 def advise_huge_pages(tensor: torch.Tensor) -> None:
     """Ask the kernel for huge pages under a CPU tensor that is about to be filled; best effort, never fails.
 
@@ -103,5 +109,4 @@ def advise_huge_pages(tensor: torch.Tensor) -> None:
     start = -(-storage.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     stop = (storage.data_ptr() + storage.nbytes()) // _HUGE_PAGE * _HUGE_PAGE
     if start < stop:
-        libc = ctypes.CDLL(None)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(mmap.MADV_HUGEPAGE))
+        _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), ctypes.c_int(mmap.MADV_HUGEPAGE))

@@ -248,6 +248,16 @@ def test_file_to_file_without_copy_file_range(directory, monkeypatch, counting_f
     assert torch.equal(content_of(dst), content)
 
 
+def test_repeats_of_what_cannot_be_mapped_are_read_once():
+    src, dst = PlainStorage(bytes(range(8))), torch.zeros(6, 4, dtype=torch.int32)
+    reads = []
+    real = src.read_into
+    src.read_into = lambda buffer, offset: (reads.append((offset, len(buffer))), real(buffer, offset))
+    execute([Copy(Region(src, torch.int16, (6, 4), (0, 1), 0), Region.of(dst))])
+    assert reads == [(0, 8)]
+    assert torch.equal(dst, torch.arange(8, dtype=torch.uint8).view(torch.int16).int().expand(6, 4))
+
+
 def test_memory_views_with_an_offset_and_parameters(directory):
     base = torch.arange(100, dtype=torch.float32)
     dst = torch.zeros(5, 4)

@@ -57,6 +57,22 @@ def test_the_first_error_names_tensor_and_files_and_stops_the_rest(tmp_path, mon
     assert threading.active_count() == before
 
 
+def test_one_failure_stops_the_threads_that_do_well(tmp_path, monkeypatch):
+    real, calls = os.pwritev, []
+
+    def first_fails(fd, buffers, offset):
+        calls.append(offset)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", first_fails)
+    failed = pytest.raises(CopyError, match=r"'tensor\.0': .*Input/output error")
+    with FileStorage.create(tmp_path / "out", 101 * 20_000) as file, failed:
+        execute(saves(file, 20_000), threads=3)
+    assert len(calls) < 20_000
+
+
 def test_a_truncated_source_names_itself_and_the_tensor(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(bytes(1000))

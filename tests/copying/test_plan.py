@@ -148,6 +148,13 @@ def test_conflicts_are_those_of_a_byte_map(data):
         assert tuple(sorted(found)) in clashes
 
 
+def test_equal_rows_that_meet_further_down_conflict():
+    target = torch.zeros(8, 8)
+    with pytest.raises(CopyError, match="overlap"):
+        cover(target[:6, :2], target[2:, :2]).check()
+    cover(target[:6, :2], target[2:, 2:4]).check()
+
+
 def test_a_wide_interleave_is_decided_row_by_row(monkeypatch):
     monkeypatch.setattr("hf_stream.copying.overlap._MAX_PIECES", 10)
     target = torch.zeros(100_000, 8)

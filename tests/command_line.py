@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import IO
 
 import torch
 from click.testing import CliRunner, Result
@@ -20,10 +22,18 @@ def run(*args: str | Path) -> Result:
     return CliRunner().invoke(main, [str(arg) for arg in args], catch_exceptions=False)
 
 
-def process(*args: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "hf_stream.cli", *map(str, args)]
-    run_it: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
-    return run_it(command, **{"capture_output": True, "text": True, "timeout": 120, **options})
+def process(
+    *args: str | bytes | Path, stdout: int | IO[bytes] = subprocess.PIPE, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    # Python buffers stdout as it does by default, wherever the tests run.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [sys.executable, "-m", "hf_stream.cli", *args],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=inherited | environment,
+        timeout=120,
+    )
 
 
 def llama(layers: int = 2) -> dict[str, torch.Tensor]:

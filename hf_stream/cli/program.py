@@ -30,15 +30,15 @@ class Program(click.Group):
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         with _warnings_shown():
-            ctx.exit(self._exit_code(ctx))
+            code = self._exit_code(ctx)
+        _drop_what_cannot_be_written()
+        ctx.exit(code)
 
     def _exit_code(self, ctx: click.Context) -> int:
         try:
             code: int | None = super().invoke(ctx)
-            sys.stdout.flush()
             return code or 0
         except BrokenPipeError:
-            _drop_stdout()
             return PIPE_CLOSED
         except KeyboardInterrupt as interrupt:
             # The terminal has just echoed ^C.
@@ -80,6 +80,9 @@ def _warnings_shown() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _drop_stdout() -> None:
-    """Let the interpreter's last flush succeed: what is left in the buffer has no reader."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _drop_what_cannot_be_written() -> None:
+    """Empty stdout's buffer, or else the interpreter would try once more at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

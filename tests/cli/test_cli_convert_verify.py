@@ -11,6 +11,7 @@ from command_line import CONFIG, assert_same, llama, load, run
 from safetensors.torch import load_file, save_file
 
 import hf_stream
+from hf_stream.copying.progress import Progress
 
 
 def test_convert_packs_with_sizes_from_the_config_and_carries_files_along(source: Path, tmp_path: Path) -> None:
@@ -87,6 +88,43 @@ def test_quiet_leaves_the_path_only(source: Path, tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
 
+def convert_with(monkeypatch: pytest.MonkeyPatch, progress: Progress, *args: str | Path) -> Result:
+    convert = hf_stream.convert
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            hf_stream, "convert", lambda *args, **options: convert(*args, **{**options, "progress": progress})
+        )
+        return run("convert", *args)
+
+
+class Tamper:
+    """Progress that changes the last byte of a file as soon as all of it is copied."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.left = 1552 * 4
+
+    def update(self, n: int) -> None:
+        self.left -= n
+        if self.left == 0:
+            content = self.file.read_bytes()
+            self.file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_verify_compares_what_was_written_with_the_source(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tamper = Tamper(source / "model.safetensors")
+    result = convert_with(monkeypatch, tamper, source, tmp_path / "out", "--verify")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert "would differ from what was to be written" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+    tamper = Tamper(source / "model.safetensors")
+    assert convert_with(monkeypatch, tamper, source, tmp_path / "out").exit_code == 0
+
+
 class Stop:
     """Progress that presses ctrl-C when a shard and a half are written."""
 
@@ -99,28 +137,21 @@ class Stop:
             raise KeyboardInterrupt
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch, *args: str | Path) -> Result:
-    convert = hf_stream.convert
-    with monkeypatch.context() as patch:
-        patch.setattr(hf_stream, "convert", lambda *args, **options: convert(*args, **{**options, "progress": Stop()}))
-        return run(*args)
-
-
 def test_an_interrupted_conversion_says_how_to_go_on_and_does(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ("convert", source, tmp_path / "out", "--max-shard-size", "2KB", "-l", "packed-qkv")
-    result = interrupted(monkeypatch, *command)
+    options = ("--max-shard-size", "2KB", "-l", "packed-qkv")
+    result = convert_with(monkeypatch, Stop(), source, tmp_path / "out", *options)
     assert (result.exit_code, result.stdout) == (130, "")
     assert result.stderr == "\ninterrupted: the same command goes on where it stopped\n"
     assert not (tmp_path / "out").exists()
 
-    again = run(*command)
+    again = run("convert", source, tmp_path / "out", *options)
     assert again.exit_code == 0
     kept = re.search(r"wrote (.*) in (\d) files? \((\d) more kept from an interrupted run\)", again.stderr)
     assert kept is not None
     assert int(kept[2]) + int(kept[3]) == len(list((tmp_path / "out").glob("*.safetensors")))
-    fresh = run(*command[:2], tmp_path / "fresh", *command[3:])
+    fresh = run("convert", source, tmp_path / "fresh", *options)
     assert "kept" not in fresh.stderr
     assert_same(load(tmp_path / "out"), load(tmp_path / "fresh"))
 
@@ -129,8 +160,8 @@ def test_an_interrupted_conversion_without_resume_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
-    command = ("convert", source, tmp_path / "out", "--max-shard-size", "2KB", "--no-resume")
-    result = interrupted(monkeypatch, *command)
+    options = ("--max-shard-size", "2KB", "--no-resume")
+    result = convert_with(monkeypatch, Stop(), source, tmp_path / "out", *options)
 
     assert result.exit_code == 130
     assert result.stderr == "\ninterrupted: nothing is left behind\n"

@@ -129,7 +129,15 @@ def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: There is nothing to open, a shard is missing, a shard lacks a tensor that the index says it
             has, two files hold one name, or the files are being replaced.
     """
-    path = Path(source)
+    try:
+        return _open(Path(source))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"'{os.fspath(source)}': '{error.filename}' went away while it was being opened; open it again"
+        ) from error
+
+
+def _open(path: Path) -> Checkpoint:
     if path.is_dir():
         check_settled(path)
         return _open_directory(path)

@@ -12,12 +12,14 @@ import torch
 from hf_stream.checkpoint.open import open_checkpoint
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress, progress_bar
-from hf_stream.lazy import LazyTensor, materialize, working_set
+from hf_stream.copying.region import Region
+from hf_stream.lazy import LazyTensor, working_set, write_into
 
 Element = float | int | complex | bool
 
 # A batch is held twice, and once more for each byte where the two differ; what copies need comes on top.
 _SHARES = 4
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -110,13 +112,14 @@ def verify(
             comparable[name] = x, y
     total = sum(x.numel() * x.itemsize for x, _ in comparable.values())
     share = buffer_size // _SHARES
+    # Used again and again: what is freed in such pieces, the C library keeps for a while.
+    buffers = [torch.empty(share, dtype=torch.uint8) for _ in range(2)]
     with progress_bar(progress, total, "Verifying") as bar:
         for batch in _batches(comparable, share):
             todo = [block for block in batch if block.name not in found.values]
-            sides = materialize([side for block in todo for side in block.sides], device="cpu", buffer_size=share)
-            for block, left, right in zip(todo, sides[::2], sides[1::2], strict=True):
+            for block, left, right in _read(todo, buffers, share):
                 difference = _first_difference(block, left, right)
-                if difference is not None:
+                if difference is not None and block.name not in found.values:
                     found.values[block.name] = difference
             if bar is not None:
                 bar.update(sum(block.nbytes for block in batch))
@@ -149,8 +152,31 @@ def _batches(pairs: Mapping[str, tuple[LazyTensor, LazyTensor]], limit: int) -> 
                 yield batch
                 batch, nbytes = [], 0
             batch.append(block)
-            nbytes += block.nbytes
+            nbytes += _aligned(block.nbytes)
     yield batch
+
+
+def _read(
+    blocks: list[_Block], buffers: list[torch.Tensor], buffer_size: int
+) -> Iterator[tuple[_Block, torch.Tensor, torch.Tensor]]:
+    """Both sides of each block, in the buffers as far as they go; they are gone with the next call."""
+    reals: list[list[torch.Tensor]] = [[], []]
+    jobs = []
+    at = 0
+    for block in blocks:
+        for side, buffer, real in zip(block.sides, buffers, reals, strict=True):
+            room = buffer[at : at + block.nbytes]
+            if len(room) < block.nbytes:  # an operation's whole result, or an element larger than the buffer
+                room = torch.empty(block.nbytes, dtype=torch.uint8)
+            real.append(room.view(side.dtype).view(side.shape))
+            jobs.append((side, Region.of(real[-1]), block.name))
+        at += _aligned(block.nbytes)
+    write_into(jobs, buffer_size=buffer_size)
+    return zip(blocks, *reals, strict=True)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _first_difference(block: _Block, left: torch.Tensor, right: torch.Tensor) -> Difference | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -42,9 +43,16 @@ class Scratch:
         """
         nbytes = math.prod(size) * dtype.itemsize
         if self._buffer is None:
-            self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffer = self._allocate()
         start, stop = self._used, self._used + nbytes
         if stop > self.nbytes:
             return torch.empty(tuple(size), dtype=dtype)
         self._used = -(-stop // _ALIGNMENT) * _ALIGNMENT
         return self._buffer[start:stop].view(dtype).view(tuple(size))
+
+    def _allocate(self) -> torch.Tensor:
+        if self._pinned:
+            return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        # A mapping goes back to the system when it is freed. The C library keeps pieces of this size for each thread.
+        pages = mmap.mmap(-1, max(self.nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=torch.uint8)

@@ -47,7 +47,7 @@ def _handler(func: Any) -> Handler:
     if func.is_view:
         return _view
     tags = set(func.tags)
-    if torch.Tag.view_copy in tags:
+    if torch.Tag.view_copy in tags and func._opname.endswith("_copy"):
         return _view_copy
     if tags & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}:
         # Random ops as well: the generator must be drawn from in program order.
@@ -76,7 +76,11 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _view_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`squeeze_copy` and the like: the view, as a row-major tensor of its own."""
     base = getattr(getattr(aten, func._opname.removesuffix("_copy")), func._overloadname)
-    out = _handler(base)(base, args, kwargs)
+    try:
+        out = _handler(base)(base, args, kwargs)
+    except RuntimeError:
+        # A copy can take a shape that a view cannot.
+        return _defer(func, args, kwargs)
     if isinstance(out, torch.Tensor):
         return clone(aten.clone.default, (out,), {"memory_format": torch.contiguous_format})
     return [clone(aten.clone.default, (piece,), {"memory_format": torch.contiguous_format}) for piece in out]
@@ -204,6 +208,7 @@ _SPECIAL: dict[Any, Handler] = {
     aten.is_pinned.default: _metadata,
     aten.is_same_size.default: _metadata,
     aten._pin_memory.default: call_now,
+    aten.block_diag.default: call_now,  # its meta version promotes dtypes wrongly
     **dict.fromkeys(
         (
             aten.zeros_like.default,

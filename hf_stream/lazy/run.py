@@ -16,7 +16,7 @@ from hf_stream.formats.collector import collector_paused
 from hf_stream.lazy.deferred import NOWHERE, plain_torch, run_deferred
 from hf_stream.lazy.lower import Pending, lower
 from hf_stream.lazy.sources import Compute
-from hf_stream.lazy.tensor import LazyTensor
+from hf_stream.lazy.tensor import LazyTensor, dress
 from hf_stream.storage.file import FileStorage
 from hf_stream.storage.memory import advise_huge_pages
 
@@ -157,7 +157,5 @@ def _dressed(real: torch.Tensor, lazy: LazyTensor) -> torch.Tensor:
     """`real` as the parameter or plain tensor that `lazy` was, with the attributes set on it."""
     if isinstance(lazy, torch.nn.Parameter):
         real = torch.nn.Parameter(real, requires_grad=lazy.requires_grad)
-    for name, value in lazy.attributes.items():
-        if name != "_is_param":
-            setattr(real, name, value)
+    dress(real, lazy)
     return real

@@ -150,13 +150,26 @@ class LazyTensor(torch.Tensor):
         return self.detach()
 
     def _set_data(self, value: torch.Tensor) -> None:
-        # Torch swaps the metadata in C++ without dispatching; the expression must change with it.
-        if not isinstance(value, LazyTensor):
-            _refuse("assign a real tensor to .data of", "replace the parameter in its module instead")
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self._window, self._source = value._window, value._source
+        if isinstance(value, LazyTensor):
+            # Torch swaps the metadata in C++ without dispatching; the expression must change with it.
+            torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+            self._window, self._source = value._window, value._source
+            return
+        # This very object becomes a real tensor, as its owners expect (`Module.to_empty`, for one).
+        real = value.detach()
+        if isinstance(self, torch.nn.Parameter):
+            real = torch.nn.Parameter(real, requires_grad=self.requires_grad)
+        dress(real, self)
+        torch.utils.swap_tensors(self, real)  # type: ignore[no-untyped-call]
 
     data = property(_get_data, _set_data)
+
+
+def dress(real: torch.Tensor, lazy: LazyTensor) -> None:
+    """Set on `real` the attributes that other code has set on `lazy`."""
+    for name, value in lazy.attributes.items():
+        if name != "_is_param":
+            setattr(real, name, value)
 
 
 @cache

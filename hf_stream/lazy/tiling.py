@@ -25,9 +25,11 @@ def clone(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     dtype = kwargs.get("dtype") or window.dtype
     device = torch.device(kwargs.get("device") or lazy.device)
     memory_format = kwargs.get("memory_format") or torch.preserve_format
-    plain = memory_format == torch.preserve_format and window.is_contiguous()
-    if plain or memory_format == torch.contiguous_format:
+    preserve = memory_format == torch.preserve_format
+    if memory_format == torch.contiguous_format or (preserve and window.is_contiguous()):
         out = torch.empty(window.shape, dtype=dtype, device="meta")
+    elif preserve and dense_order(window) is not None:
+        out = torch.empty_strided(window.size(), window.stride(), dtype=dtype, device="meta")
     else:
         out = torch.empty_like(window, dtype=dtype, memory_format=memory_format)
     return out if device.type == "meta" else filled(out, lazy, device)
@@ -60,7 +62,7 @@ def cat(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     parts = [tensor for tensor in tensors if tensor.dim() != 1 or tensor.numel()] or tensors[:1]
     shape = list(parts[0].shape)
     if not _side_by_side(parts, dim, shape):
-        return _torchs_own_error(func, tensors, dim)
+        return _left_to_torch(func, tensors, dim)
     dim %= len(shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     return _joined(tensors, [(lazy._window, lazy) for lazy in _as_lazies(parts)], dim, shape)
@@ -72,7 +74,7 @@ def stack(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     first = tensors[0].shape
     shape = list(first)
     if any(tensor.shape != first for tensor in tensors) or not -len(shape) - 1 <= dim <= len(shape):
-        return _torchs_own_error(func, tensors, dim)
+        return _left_to_torch(func, tensors, dim)
     dim %= len(shape) + 1
     shape.insert(dim, len(tensors))
     return _joined(tensors, [(lazy._window.unsqueeze(dim), lazy) for lazy in _as_lazies(tensors)], dim, shape)
@@ -105,10 +107,10 @@ def _side_by_side(parts: Sequence[torch.Tensor], dim: int, shape: Sequence[int])
     )
 
 
-def _torchs_own_error(func: Any, tensors: Sequence[torch.Tensor], dim: int) -> Any:
-    meta = [tensor._window if isinstance(tensor, LazyTensor) else tensor.to("meta") for tensor in tensors]
-    func(meta, dim)
-    return call_now(func, (tensors, dim), {})
+def _left_to_torch(func: Any, tensors: Sequence[torch.Tensor], dim: int) -> Any:
+    """Mostly an error, in torch's own words: what it says depends on shapes alone."""
+    shown = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
+    return func(shown, dim).to(tensors[0].device)
 
 
 def _joined(

@@ -25,8 +25,10 @@ def with_hf_stream(source: Path, target: Path) -> Work:
     import hf_stream
     from hf_stream.layouts import packed_qkv
 
+    config = json.loads((source / "config.json").read_text())
+
     def work() -> Path:
-        hf_stream.convert(source, target, layout=packed_qkv(), max_shard_size=checkpoints.MAX_SHARD_NBYTES)
+        hf_stream.convert(source, target, layout=packed_qkv(config), max_shard_size=checkpoints.MAX_SHARD_NBYTES)
         return target
 
     return work

@@ -1,4 +1,4 @@
-"""The memory promises, on checkpoints several times as large as the bounds: what each job takes beyond its destination."""
+"""The memory promises: what each job takes beyond its destination, on checkpoints several times as large as that."""
 
 from __future__ import annotations
 

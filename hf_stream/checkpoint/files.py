@@ -111,7 +111,8 @@ def check_has_data(name: str, tensor: torch.Tensor) -> None:
     """
     if tensor.is_meta:
         raise CheckpointError(f"'{name}' is on the meta device and has no data; load it first, or leave it out")
-    if is_traceable_wrapper_subclass(tensor):
+    wraps: bool = is_traceable_wrapper_subclass(tensor)  # as a type guard mypy finds it impossible
+    if wraps:
         raise CheckpointError(
             f"'{name}' is a {type(tensor).__name__}, whose data is in other tensors; save the plain tensor"
         )

@@ -1,0 +1,84 @@
+"""What tests run in processes of their own, to kill them or to let them meet: `python children.py NAME ARGUMENTS`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hf_stream
+
+# Every call by which saving changes what is on the disk, but for the bytes in files.
+CHANGES = ("replace", "rename", "unlink", "remove", "rmdir", "mkdir", "chmod")
+
+
+class Slow:
+    """Tells how the work goes on, and gives whoever wants to kill this process the time to do so."""
+
+    def update(self, n: int) -> None:
+        sys.stdout.write(f"{n}\n")
+        sys.stdout.flush()
+        time.sleep(0.1)
+
+
+def convert_slowly(source: str, destination: str, max_shard_size: str) -> None:
+    hf_stream.convert(source, destination, max_shard_size=int(max_shard_size), progress=Slow())
+
+
+def save_until_killed(template: str, top: str, value: str, max_shard_size: str) -> None:
+    """Save over copies of `template`, each time in a process that is killed one change later; say how often."""
+    tensors = {
+        name: torch.full_like(t.materialize(), int(value)) for name, t in hf_stream.open_checkpoint(template).items()
+    }
+    for limit in range(1000):
+        copy = Path(top, str(limit))
+        shutil.copytree(template, copy)
+        child = os.fork()
+        if not child:
+            _die_after(limit)
+            hf_stream.save_checkpoint(tensors, copy, max_shard_size=int(max_shard_size))
+            os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            sys.stdout.write(f"{limit}\n")
+            return
+
+
+def _die_after(limit: int) -> None:
+    calls = 0
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            if calls == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in CHANGES:
+        setattr(os, name, counted(getattr(os, name)))
+
+
+def save_again_and_again(directory: str, value: str, times: str) -> None:
+    """Save `times` checkpoints full of `value`, in shards and in one file by turns; wait while somebody else saves."""
+    tensors = {f"t{n}": torch.full((1000,), float(value)) for n in range(6)}
+    done = 0
+    while done < int(times):
+        try:
+            hf_stream.save_checkpoint(tensors, directory, max_shard_size=8000 if done % 2 else "1GB")
+            done += 1
+        except hf_stream.CheckpointError as error:
+            if "another process is saving" not in str(error) and "was put there meanwhile" not in str(error):
+                raise
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -212,6 +212,37 @@ def test_a_checkpoint_replaced_while_it_is_opened_is_not_a_mixture(
             open_checkpoint(tmp_path)
 
 
+def test_the_files_of_two_checkpoints_are_told_apart_without_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = {name: tensor.neg() for name, tensor in _sharded(tmp_path).items()}
+    _index(tmp_path).unlink()
+    add = hf_stream.Checkpoint._add
+
+    def add_and_replace(self: hf_stream.Checkpoint, file: str, *args: object) -> None:
+        add(self, file, *args)
+        if file == _shard(1):
+            hf_stream.save_checkpoint(new, tmp_path, max_shard_size=48)
+
+    monkeypatch.setattr(hf_stream.Checkpoint, "_add", add_and_replace)
+    with pytest.raises(CheckpointError, match=f"'{_shard(1)}' was replaced while it was being opened"):
+        open_checkpoint(tmp_path)
+
+
+def test_an_old_index_does_not_go_with_new_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = {name: tensor.neg() for name, tensor in _sharded(tmp_path).items()}
+    read_index = hf_stream.checkpoint.open.read_index
+
+    def read_and_replace(path: Path) -> object:
+        index = read_index(path)
+        hf_stream.save_checkpoint(new, tmp_path, max_shard_size=48)
+        return index
+
+    monkeypatch.setattr(hf_stream.checkpoint.open, "read_index", read_and_replace)
+    with pytest.raises(CheckpointError, match=r"index\.json' was replaced while it was being opened"):
+        open_checkpoint(tmp_path)
+
+
 def test_opening_reads_headers_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counting_file) -> None:
     hf_stream.save_checkpoint({name: torch.ones(1000) for name in "abc"}, tmp_path, max_shard_size=4000)
     monkeypatch.setattr("hf_stream.checkpoint.open.FileStorage", counting_file)

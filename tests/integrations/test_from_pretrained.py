@@ -138,6 +138,29 @@ def test_a_mixin_class_loads_saves_and_reloads_through_its_layout(saved, tmp_pat
         torch.testing.assert_close(packed(tokens).logits, plain(tokens).logits)
 
 
+def _without_old(tensors):
+    return {name.removeprefix("old."): tensor for name, tensor in tensors.items()}
+
+
+class Renamed(hf_stream.StreamingMixin, transformers.LlamaForCausalLM):
+    """A Llama whose layout is a plain function."""
+
+    layout = _without_old
+
+
+def test_a_plain_function_as_a_class_s_layout_loads_and_is_refused_for_saving_the_original(saved, tmp_path):
+    tensors = {f"old.{name}": tensor for name, tensor in hf_stream.open_checkpoint(saved("llama")).items()}
+    hf_stream.save_checkpoint(tensors, tmp_path / "old")
+    transformers.AutoConfig.from_pretrained(saved("llama")).save_pretrained(tmp_path / "old")
+    model = Renamed.from_pretrained(tmp_path / "old")
+    assert not hf_stream.verify(dict(model.state_dict()), saved("llama"))
+    with pytest.raises(hf_stream.LayoutError, match="Renamed is a plain function"):
+        model.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    model.save_pretrained(tmp_path / "new", save_original_format=False)
+    assert not hf_stream.verify(saved("llama"), tmp_path / "new")
+
+
 def test_a_lazy_state_dict_given_to_plain_from_pretrained_streams_on_load(saved):
     path = saved("qwen3_moe")
     plain = transformers.Qwen3MoeForCausalLM.from_pretrained(path)

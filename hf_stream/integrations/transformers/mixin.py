@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_stream.checkpoint import AnyLayout
+from hf_stream.errors import LayoutError
 from hf_stream.integrations.transformers.load import Request, current_request, stream_load
 from hf_stream.integrations.transformers.save import stream_save
 from hf_stream.layouts import Layout
@@ -23,7 +25,8 @@ class StreamingMixin:
     `save_pretrained(..., save_original_format=False)` saves the tensors as the model holds them.
 
     Attributes:
-        layout: A `Layout`; or a property, when it depends on the model's config.
+        layout: A `Layout`; a property that gives one, when it depends on the model's config; or a plain function from
+            named tensors to named tensors, which can load but not save.
     """
 
     layout: AnyLayout | None = None
@@ -32,12 +35,12 @@ class StreamingMixin:
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
         request = current_request() or Request()
         if request.layout is None:
-            request = replace(request, layout=model.layout)
+            request = replace(request, layout=_layout_of(model))
         load = super(StreamingMixin, type(model))._load_pretrained_model  # type: ignore[misc]
         return stream_load(load, request, model, *args, **kwargs)
 
     @property
-    def plain_save_pretrained(self) -> Callable[..., None]:
+    def _plain_save_pretrained(self) -> Callable[..., None]:
         """The method of transformers that this class streams instead."""
         save: Callable[..., None] = super().save_pretrained  # type: ignore[misc]
         return save
@@ -50,15 +53,33 @@ class StreamingMixin:
         save_original_format: bool = True,
         **kwargs: Any,
     ) -> None:
-        """As in transformers, streaming; see `hf_stream.save_pretrained`."""
-        layout = self.layout if save_original_format else None
+        """As in transformers, streaming; see `hf_stream.save_pretrained`.
+
+        Raises:
+            LayoutError: The original format is asked for, and `layout` has no inverse.
+        """
+        layout = _layout_of(self) if save_original_format else None
+        if layout is not None and not isinstance(layout, Layout):
+            raise LayoutError(
+                f"the layout of {type(self).__name__} is a plain function, which has no inverse; "
+                "make it a Layout, or pass save_original_format=False to save the tensors as the model holds them"
+            )
         stream_save(
-            self.plain_save_pretrained,
+            self._plain_save_pretrained,
             self,
             save_directory,
-            layout=layout.inverse if isinstance(layout, Layout) else None,
+            layout=layout.inverse if layout is not None else None,
             is_main_process=is_main_process,
             state_dict=state_dict,
             save_original_format=save_original_format,
             **kwargs,
         )
+
+
+def _layout_of(model: StreamingMixin) -> AnyLayout | None:
+    """The layout of a model's class; a plain function is no method of it."""
+    layout = inspect.getattr_static(model, "layout")
+    if hasattr(layout, "__get__") and not inspect.isfunction(layout):
+        layout = layout.__get__(model)
+    found: AnyLayout | None = layout
+    return found

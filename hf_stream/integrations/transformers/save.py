@@ -59,7 +59,7 @@ def save_pretrained(
         CheckpointError: No space, or the destination cannot be used.
         CopyError: Writing failed. The destination is as it was.
     """
-    save = getattr(model, "plain_save_pretrained", model.save_pretrained)
+    save = getattr(model, "_plain_save_pretrained", model.save_pretrained)
     stream_save(
         save,
         model,

@@ -99,7 +99,7 @@ def run_deferred(
 ) -> Iterator[tuple[Compute, Sequence[torch.Tensor]]]:
     """Run operations and what they depend on; give the outputs of those `wanted`, in turn.
 
-    The caller must be done with the outputs when it asks for the next ones: they are freed then.
+    The caller drops its references to the outputs before it asks for the next ones, so that they are freed.
     """
     inputs: dict[Compute, _Inputs] = {}
     outputs: dict[Compute, Sequence[torch.Tensor]] = {}
@@ -125,6 +125,7 @@ def call_now(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     deps = dict.fromkeys(dep for lazy in compute.inputs for dep in computes_below(lazy))
     for dep, outputs in run_deferred(deps):
         inputs.take(dep, outputs)
+        del outputs
     return inputs.call()
 
 
@@ -154,13 +155,12 @@ class _Inputs:
                 continue  # `take` gives a view of the output itself
             real = _in_memory(lazy)
             if real is None:
-                real = _buffer_for(lazy, lazy.device)
-                self._plan(lazy, real)
+                real, elements, place = _buffer_for(lazy, lazy.device)
+                self._plan(elements, place)
             self._real[id(lazy)] = real
 
-    def _plan(self, lazy: LazyTensor, real: torch.Tensor) -> None:
-        once = tuple(slice(0, 1 if step == 0 else n) for n, step in zip(real.shape, real.stride(), strict=True))
-        for entry in lower(LazyTensor.from_tensor(lazy[once]), Region.of(real[once])):
+    def _plan(self, elements: LazyTensor, place: torch.Tensor) -> None:
+        for entry in lower(elements, Region.of(place)):
             if isinstance(entry, Copy):
                 self._copies.append(entry)
             else:
@@ -203,25 +203,34 @@ def _view_of(storage: Any, base: int, lazy: LazyTensor) -> torch.Tensor:
     return view
 
 
-def _buffer_for(lazy: LazyTensor, device: torch.device) -> torch.Tensor:
-    strides = roomy_strides(tuple(lazy.shape), lazy.stride())
-    return torch.empty_strided(lazy.shape, strides, dtype=lazy.dtype, device=device)
+def _buffer_for(lazy: LazyTensor, device: torch.device) -> tuple[torch.Tensor, LazyTensor, torch.Tensor]:
+    """A tensor to stand for `lazy`, still to be filled: elements, and the part of the tensor where they go."""
+    size, stride, dtype = tuple(lazy.shape), lazy.stride(), lazy.dtype
+    roomy = roomy_strides(size, stride)
+    if roomy is None:
+        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        flat = torch.empty(span, dtype=dtype, device=device)
+        below = lazy._window.as_strided((span,), (1,))
+        return flat.as_strided(size, stride), LazyTensor(below, lazy._source, lazy.device), flat
+    real = torch.empty_strided(size, roomy, dtype=dtype, device=device)
+    once = tuple(slice(0, 1 if step == 0 else n) for n, step in zip(size, roomy, strict=True))
+    return real, LazyTensor(lazy._window[once], lazy._source, lazy.device), real[once]
 
 
 def input_nbytes(compute: Compute) -> int:
     """Bytes that an operation's inputs take, without those that are there already."""
     return sum(
-        _buffer_for(lazy, torch.device("meta")).untyped_storage().nbytes()
+        _buffer_for(lazy, torch.device("meta"))[0].untyped_storage().nbytes()
         for lazy in compute.inputs
         if not isinstance(lazy._source, Output) and _in_memory(lazy) is None
     )
 
 
-def roomy_strides(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+def roomy_strides(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
     """Strides of a small buffer on which ops take the same path as on a window with these strides.
 
     The order of the dims stays, repeats (stride 0) stay, and so do gaps, made narrow: at most an eighth of what lies
-    between them, or one element. Windows that show an element twice get a row-major buffer.
+    between them, or one element. None if dims overlap: only the memory below looks like such a window.
     """
     if 0 in size:
         return contiguous_stride(size)
@@ -231,7 +240,7 @@ def roomy_strides(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
         if size[dim] == 1 or stride[dim] == 0:
             roomy[dim] = stride[dim] if size[dim] != 1 else span
         elif stride[dim] < span:
-            return contiguous_stride(size)
+            return None
         else:
             roomy[dim] = span if stride[dim] == span else min(stride[dim], span + max(1, span // 8))
             span += (size[dim] - 1) * roomy[dim]

@@ -52,6 +52,7 @@ def write_into(
             for compute, outputs in run_deferred(pending, buffer_size):
                 entries = [entry.copy_from(outputs) for entry in pending[compute]]
                 execute(entries, buffer_size=buffer_size, progress=bar or False)
+                del entries, outputs  # before the next operation runs
 
 
 def plan_jobs(jobs: Iterable[Job]) -> tuple[list[Copy], dict[Compute, list[Pending]]]:

@@ -211,7 +211,7 @@ def test_tensors_can_be_swapped() -> None:
     ],
 )
 def test_memory_is_not_given_away(ask: Callable[[torch.Tensor], object]) -> None:
-    with pytest.raises(LazyTensorError, match="call .materialize"):
+    with pytest.raises(LazyTensorError, match=r"call \.materialize\(\) first"):
         ask(lazy())
 
 

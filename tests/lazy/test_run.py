@@ -1,0 +1,171 @@
+"""Materialising: identities, parameters, devices, aliases, memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from programs import bits, seeded
+from torch import nn
+
+from hf_stream.copying.region import Region
+from hf_stream.errors import CopyError, LazyTensorError
+from hf_stream.lazy import LazyTensor, materialize, write_into
+from hf_stream.storage import FileStorage
+
+X = seeded((4, 6), torch.float32)
+
+
+def on_file(tensor: torch.Tensor, path: Path, start: int = 0) -> LazyTensor:
+    path.write_bytes(b"\xaa" * start + bits(tensor))
+    return LazyTensor.from_storage(FileStorage(path), tensor.dtype, tensor.shape, start)
+
+
+def test_one_lazy_given_twice_becomes_one_tensor() -> None:
+    lazy, other = LazyTensor.from_tensor(X), LazyTensor.from_tensor(X)
+    first, second, third = materialize([lazy, lazy, other])
+    assert first is second
+    assert third is not first
+    assert third.data_ptr() != first.data_ptr() != X.data_ptr()
+    named = materialize({"a": lazy, "b": other, "c": lazy})
+    assert list(named) == ["a", "b", "c"]
+    assert named["a"] is named["c"]
+
+
+def test_parameters_stay_parameters_and_keep_their_attributes() -> None:
+    parameter = nn.Parameter(LazyTensor.from_tensor(X), requires_grad=False)
+    parameter._is_hf_initialized = True
+    plain = LazyTensor.from_tensor(X)
+    plain.note = "kept"
+    real, unmarked = materialize([parameter, plain])
+    assert type(real) is nn.Parameter
+    assert not real.requires_grad
+    assert real._is_hf_initialized
+    assert "_is_param" not in vars(real)
+    assert type(unmarked) is torch.Tensor
+    assert unmarked.note == "kept"
+    assert materialize([nn.Parameter(LazyTensor.from_tensor(X))])[0].requires_grad
+
+
+def test_real_tensors_pass_and_move() -> None:
+    assert materialize([X])[0] is X
+    assert materialize([X], device="meta")[0].is_meta
+    assert materialize([LazyTensor.from_tensor(X)], device="meta")[0].is_meta
+    assert materialize([]) == []
+    assert materialize({}) == {}
+
+
+def test_out_is_filled_cast_and_given_back() -> None:
+    out = torch.zeros(6, 4, dtype=torch.float64).t()
+    lazy = LazyTensor.from_tensor(X)
+    assert lazy.materialize(out) is out
+    assert torch.equal(out, X.double())
+    with pytest.raises(LazyTensorError, match=r"shape \[4, 6\] into a tensor of shape \[3\]"):
+        lazy.materialize(torch.zeros(3))
+
+
+def test_write_into_casts_names_and_counts(tmp_path: Path) -> None:
+    lazy = on_file(X, tmp_path / "x")
+    out = torch.zeros(4, 6, dtype=torch.bfloat16)
+    both = torch.zeros(2, 4, 6)
+    updates: list[int] = []
+
+    class Bar:
+        def update(self, nbytes: int) -> None:
+            updates.append(nbytes)
+
+    jobs = [(lazy, Region.of(out), "a"), (X, Region.of(both[0]), "b"), (lazy + 1, Region.of(both[1]), "c")]
+    write_into(jobs, progress=Bar())
+    assert torch.equal(out, X.bfloat16())
+    assert torch.equal(both, torch.stack([X, X + 1]))
+    assert sum(updates) == X.numel() * (2 + 4 + 4)
+    with pytest.raises(LazyTensorError, match="'w': cannot fill"):
+        write_into([(lazy, Region.of(torch.empty(3)), "w")])
+    (tmp_path / "x").write_bytes(b"")
+    with pytest.raises(CopyError, match=r"'w': .*x"):
+        write_into([(lazy, Region.of(torch.empty(4, 6)), "w")])
+
+
+def test_alias_gives_a_private_mapping_where_the_file_has_the_tensor_as_it_is(tmp_path: Path) -> None:
+    lazy = on_file(X, tmp_path / "x", 64)
+    unaligned = on_file(X, tmp_path / "y", 3)
+    rows, whole, square, columns, cast, odd = materialize(
+        [lazy[1:3], lazy, lazy.view(2, 12), lazy[:, 1:], lazy.double(), unaligned], alias=True
+    )
+    for got, wanted in zip(
+        (rows, square, columns, cast, odd), (X[1:3], X.view(2, 12), X[:, 1:], X.double(), X), strict=True
+    ):
+        assert bits(got) == bits(wanted)
+    whole.zero_()
+    assert bits(lazy.materialize()) == bits(X)
+    # The mapping shows later writes to the file; copies do not.
+    with (tmp_path / "x").open("r+b") as stream:
+        stream.write(bytes(64 + 24 * 4))
+    assert rows.count_nonzero() == 0
+    assert columns.count_nonzero() > 0
+
+
+MEMORY = """
+import json, sys, threading, torch
+from pathlib import Path
+from hf_stream.lazy import LazyTensor, materialize
+from hf_stream.copying.region import Region
+from hf_stream.lazy import write_into
+from hf_stream.storage import FileStorage
+
+def anonymous():
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) << 10
+
+path, case = sys.argv[1:]
+file = FileStorage(path)
+lazies = [LazyTensor.from_storage(file, torch.bfloat16, (2048, 1024), i << 22) for i in range(16)]
+if case == "movement":
+    pairs = [torch.cat([a.t(), b.t()], 1) for a, b in zip(lazies[::2], lazies[1::2])]
+    lazy = torch.stack(pairs).transpose(1, 2).float()
+else:
+    lazy = torch.stack([a.float() * 2 for a in lazies])
+out = torch.zeros(lazy.shape)
+materialize([lazies[0][:10] + 1, torch.cat(lazies[:2])[:5].float()])  # imports, and threads' stacks
+before, peak, done = anonymous(), 0, threading.Event()
+
+def sample():
+    global peak
+    while not done.wait(0.001):
+        peak = max(peak, anonymous())
+
+thread = threading.Thread(target=sample)
+thread.start()
+write_into([(lazy, Region.of(out), "out")], buffer_size=8 << 20)
+done.set()
+thread.join()
+print(json.dumps({"extra": peak - before, "nbytes": out.nbytes}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RssAnon is Linux's")
+@pytest.mark.parametrize(
+    ("case", "operation"),
+    # One operation holds 8 MiB of inputs and 8 MiB of outputs.
+    [("movement", 0), ("computation", 16 << 20)],
+)
+def test_memory_beyond_the_destination_is_the_buffer_and_one_operation(
+    tmp_path: Path, case: str, operation: int
+) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(range(256)) * (16 << 14))
+    # Blocks go back to the system when freed, so that what is held is measured and not what glibc keeps for reuse.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, path, case], capture_output=True, text=True, check=True, env=environment
+    )
+    measured = json.loads(result.stdout)
+    assert measured["nbytes"] == 128 << 20
+    # 4 MiB for Python objects and the planning.
+    assert measured["extra"] <= (8 << 20) + operation + (4 << 20)

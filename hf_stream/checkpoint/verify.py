@@ -20,6 +20,8 @@ Element = float | int | complex | bool
 # A batch is held twice, and once more for each byte where the two differ; what copies need comes on top.
 _SHARES = 4
 _ALIGNMENT = 16
+# Enough to keep all threads busy; each block costs some Python objects.
+_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class _Block:
 
 
 def _batches(pairs: Mapping[str, tuple[LazyTensor, LazyTensor]], limit: int) -> Iterator[list[_Block]]:
-    """Blocks of at most `limit` bytes, together no more than that in each batch if they are several."""
+    """Blocks of at most `limit` bytes, where they can be cut, in batches of at most `limit` bytes if of several."""
     batch: list[_Block] = []
     nbytes = 0
     for name, (x, y) in pairs.items():
@@ -148,7 +150,7 @@ def _batches(pairs: Mapping[str, tuple[LazyTensor, LazyTensor]], limit: int) -> 
         most = x.numel() if working_set([x, y]) else limit // x.itemsize
         for corner, piece in _pieces(tuple(x.shape), max(1, most)):
             block = _Block(name, corner, (x[piece], y[piece]))
-            if batch and nbytes + block.nbytes > limit:
+            if batch and (nbytes + block.nbytes > limit or len(batch) == _BLOCKS):
                 yield batch
                 batch, nbytes = [], 0
             batch.append(block)

@@ -13,7 +13,7 @@ import torch
 from hf_stream.checkpoint import AnyLayout
 from hf_stream.errors import LayoutError
 from hf_stream.integrations.transformers.load import Request, current_request, stream_load
-from hf_stream.integrations.transformers.save import stream_save
+from hf_stream.integrations.transformers.save import save_pretrained
 from hf_stream.layouts import Layout
 
 
@@ -64,8 +64,7 @@ class StreamingMixin:
                 f"the layout of {type(self).__name__} is a plain function, which has no inverse; "
                 "make it a Layout, or pass save_original_format=False to save the tensors as the model holds them"
             )
-        stream_save(
-            self._plain_save_pretrained,
+        save_pretrained(
             self,
             save_directory,
             layout=layout.inverse if layout is not None else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -59,39 +59,8 @@ def save_pretrained(
         CheckpointError: No space, or the destination cannot be used.
         CopyError: Writing failed. The destination is as it was.
     """
+    # A streaming class's own method would come back here.
     save = getattr(model, "_plain_save_pretrained", model.save_pretrained)
-    stream_save(
-        save,
-        model,
-        save_directory,
-        layout=layout,
-        is_main_process=is_main_process,
-        state_dict=state_dict,
-        max_shard_size=max_shard_size,
-        variant=variant,
-        save_original_format=save_original_format,
-        buffer_size=buffer_size,
-        progress=progress,
-        **kwargs,
-    )
-
-
-def stream_save(
-    save: Callable[..., None],
-    model: Any,
-    save_directory: str | os.PathLike[str],
-    *,
-    layout: AnyLayout | None = None,
-    is_main_process: bool = True,
-    state_dict: Mapping[str, torch.Tensor] | None = None,
-    max_shard_size: int | str = "50GB",
-    variant: str | None = None,
-    save_original_format: bool = True,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
-    progress: bool | Progress | None = None,
-    **kwargs: Any,
-) -> None:
-    """As `save_pretrained`, with transformers' own method for this model as `save`."""
     options = {"max_shard_size": max_shard_size, "variant": variant, "save_original_format": save_original_format}
     obstacle = _obstacle(model, kwargs)
     if obstacle is not None:

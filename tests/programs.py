@@ -75,7 +75,7 @@ def movements(draw: st.DrawFn, shape: tuple[int, ...]) -> Step:
             "strided_slice",
             "narrow",
         ] * 2
-        kinds += ["unfold_apart", "diagonal", "squeeze"]
+        kinds += ["unfold_apart", "diagonal", "squeeze", "unflatten", "movedim", "tensor_split", "copies", "mT"]
     kind = draw(st.sampled_from(kinds))
     dim = draw(st.integers(0, ndim - 1)) if ndim else 0
     side = shape[dim] if ndim else 1
@@ -106,7 +106,26 @@ def movements(draw: st.DrawFn, shape: tuple[int, ...]) -> Step:
         place = draw(st.integers(0, ndim))
         return lambda x: x.unsqueeze(place)
     if kind == "squeeze":
-        return lambda x: x.squeeze(dim)
+        return draw(st.sampled_from([lambda x: x.squeeze(dim), lambda x: x.squeeze(), lambda x: x[None].squeeze((0,))]))
+    if kind == "unflatten" and side:
+        inner = draw(st.sampled_from([d for d in range(1, side + 1) if side % d == 0]))
+        return lambda x: x.unflatten(dim, (-1, inner))
+    if kind == "movedim":
+        other = draw(st.integers(0, ndim - 1))
+        return draw(st.sampled_from([lambda x: x.movedim(dim, other), lambda x: x.swapaxes(dim, other)]))
+    if kind == "tensor_split":
+        at = sorted(draw(st.lists(st.integers(0, side), min_size=1, max_size=2)))
+        pick = draw(st.integers(0, len(at)))
+        return lambda x: x.tensor_split(at, dim)[pick]
+    if kind == "copies":
+        copies = [
+            lambda x: torch.transpose_copy(x, dim, 0),
+            lambda x: torch.unsqueeze_copy(x, dim),
+            lambda x: torch.slice_copy(x, dim, 1, None, 2),
+        ]
+        return draw(st.sampled_from(copies))
+    if kind == "mT" and ndim >= 2:
+        return lambda x: x.mT
     if kind == "split" and side:
         size = draw(st.integers(1, side))
         pick = draw(st.integers(0, (side - 1) // size))
@@ -135,9 +154,10 @@ def movements(draw: st.DrawFn, shape: tuple[int, ...]) -> Step:
 def computations(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> Step:
     """One op that changes values, repeats them, or reads them under another dtype."""
     ndim = len(shape)
-    kind = draw(
-        st.sampled_from(["cast", "cast", "expand", "repeat", "add", "flip", "sum", "view_dtype", "where", "conj"])
-    )
+    kinds = ["cast", "cast", "expand", "repeat", "view_dtype", "conj", "overlap", "as_strided"]
+    if dtype != torch.float8_e4m3fn:  # has few ops, some of them for some strides only
+        kinds += ["add", "math", "broadcast", "flip", "sum", "where", "index", "sort", "mean"]
+    kind = draw(st.sampled_from(kinds))
     if kind == "cast" and not dtype.is_complex:
         exact = [d for d in DTYPES if not d.is_complex and d != torch.float8_e4m3fn]
         new = draw(st.sampled_from(exact if dtype.is_floating_point else DTYPES[:8]))
@@ -151,9 +171,28 @@ def computations(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) ->
         return lambda x: x.repeat((2,) + (1,) * (ndim - 1))
     if kind == "add" and dtype in (torch.float32, torch.int64, torch.float64):
         return lambda x: x + 1
-    if kind == "flip" and ndim and dtype.itemsize > 1:
+    if kind == "math":
+        ops = [lambda x: -x, lambda x: x * 2, lambda x: x * 0.5, lambda x: x > 1, lambda x: x.abs(), lambda x: 1 - x]
+        return draw(st.sampled_from(ops))
+    if kind == "broadcast" and ndim and shape[0]:
+        ops = [lambda x: x + x[:1], lambda x: x[0] * x, lambda x: x[:1].expand_as(x) - x, lambda x: x + x.flatten()[0]]
+        return draw(st.sampled_from(ops))
+    if kind == "overlap" and ndim and shape[-1] > 1:
+        return lambda x: x.unfold(-1, 2, 1)
+    if kind == "index" and ndim and shape[0]:
+        rows = draw(st.lists(st.integers(-shape[0], shape[0] - 1), max_size=4))
+        return lambda x: x[torch.tensor(rows, dtype=torch.int64)]
+    if kind == "sort" and ndim:
+        return draw(
+            st.sampled_from([lambda x: x.sort(dim=-1, stable=True)[0], lambda x: x.sort(dim=0, stable=True)[1]])
+        )
+    if kind == "mean" and ndim:
+        return draw(st.sampled_from([lambda x: x.mean(0), lambda x: x.sum(-1), lambda x: x.sum()]))
+    if kind == "as_strided" and math.prod(shape) > 4:
+        return lambda x: x.contiguous().clone().as_strided((2, 2), (2, 1), 1)
+    if kind == "flip" and ndim:
         return lambda x: x.flip(0)
-    if kind == "sum" and ndim and dtype in (torch.int64, torch.int32):
+    if kind == "sum" and ndim and dtype in (torch.int64, torch.int32, torch.float32):
         return lambda x: x.sum(0)
     if kind == "view_dtype" and dtype == torch.float32:
         return lambda x: x.view(torch.int32)

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from programs import DTYPES, Step, bits, computations, joins, movements, seeded, shapes
 
 from hf_stream.lazy import LazyTensor
 from hf_stream.storage.file import FileStorage
+
+# Failing programs shrink for minutes: without that, the first one found is shown as it is.
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 
 
 class CountingFile(FileStorage):
@@ -66,16 +69,19 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("scratch")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, phases=PHASES)
 @given(data=st.data())
 def test_programs_equal_eager_torch_bit_for_bit(scratch: Path, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     reals = [seeded(data.draw(shapes()), dtype, seed) for seed in range(data.draw(st.integers(1, 3)))]
     lazies: list[torch.Tensor] = []
     for i, real in enumerate(reals):
-        place = data.draw(st.sampled_from(["memory", "file", "unaligned"]))
+        place = data.draw(st.sampled_from(["memory", "view", "file", "unaligned"]))
         if place == "memory":
             lazies.append(LazyTensor.from_tensor(real))
+        elif place == "view" and real.dim():
+            bigger = torch.cat([real, real, real], 0)
+            lazies.append(LazyTensor.from_tensor(bigger[len(real) : 2 * len(real)]))
         else:
             lazies.append(on_file(real, scratch / f"{i}", 8 if place == "file" else 5)[0])
     for _ in range(data.draw(st.integers(0, 3))):
@@ -84,10 +90,14 @@ def test_programs_equal_eager_torch_bit_for_bit(scratch: Path, data: st.DataObje
             reals[i], lazies[i] = both(step, real, lazies[i])
             assert lazies[i].shape == reals[i].shape
             assert lazies[i].dtype == reals[i].dtype
-    if len({real.dtype for real in reals}) == 1 or data.draw(st.booleans()):
+    if data.draw(st.integers(0, 3)):
         join = data.draw(joins(reals))
-        if len({real.dtype for real in reals}) == 1 or not any("float8" in str(real.dtype) for real in reals):
-            reals, lazies = [join(reals)], [join(lazies)]
+        try:
+            joined = join(reals)
+        except RuntimeError:  # dtypes that do not promote
+            pass
+        else:
+            reals, lazies = [joined], [join(lazies)]
     for _ in range(data.draw(st.integers(0, 4))):
         for i, real in enumerate(reals):
             shape = tuple(real.shape)
@@ -103,7 +113,7 @@ def test_programs_equal_eager_torch_bit_for_bit(scratch: Path, data: st.DataObje
         assert bits(transposed) == bits(real)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, phases=PHASES)
 @given(data=st.data())
 def test_movements_read_each_needed_byte_once_and_no_other(scratch: Path, data: st.DataObject) -> None:
     # Elements are their own addresses: the result says which were needed.
@@ -119,12 +129,12 @@ def test_movements_read_each_needed_byte_once_and_no_other(scratch: Path, data: 
     for _ in range(data.draw(st.integers(0, 3))):
         for i, real in enumerate(reals):
             step = data.draw(movements(tuple(real.shape)))
-            reals[i], lazies[i] = step(real), step(lazies[i])
+            reals[i], lazies[i] = both(step, real, lazies[i])
     join = data.draw(joins(reals))
     real, lazy = join(reals), join(lazies)
     for _ in range(data.draw(st.integers(0, 4))):
         step = data.draw(movements(tuple(real.shape)))
-        real, lazy = step(real), step(lazy)
+        real, lazy = both(step, real, lazy)
     result = lazy.materialize()
     assert torch.equal(result, real)
     for i, (file, base) in enumerate(files):

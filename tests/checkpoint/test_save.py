@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 from samples import DTYPES, files_of, named_tensors, random_bits, same_bits
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_stream
 from hf_stream.checkpoint.files import CheckpointFiles
@@ -196,6 +197,7 @@ def test_after_ctrl_c_the_destination_is_as_it_was(tmp_path: Path) -> None:
     [
         (torch.empty(3, device="meta"), "meta device"),
         (torch.eye(3).to_sparse(), "torch.sparse_coo"),
+        (TwoTensor(torch.ones(3), torch.ones(3)), "TwoTensor, whose data is in other tensors"),
     ],
 )
 def test_a_tensor_without_bytes_is_refused_by_name(tmp_path: Path, tensor: torch.Tensor, fact: str) -> None:

@@ -22,6 +22,11 @@ def copy_elements(src: torch.Tensor, dst: torch.Tensor, via: Sequence[torch.dtyp
     if src.device.type != "cpu" or dst.device.type != "cpu":
         _copy_box(src, dst, via, scratch)
         return
+    if len(dims) == 1 and not via and dims[0].src == dims[0].dst == 1:
+        # All boxes in one call: another thread can hold the interpreter meanwhile.
+        flat = (side.as_strided([dims[0].size], [1]).split(BOX_ELEMENTS) for side in (dst, src))
+        torch._foreach_copy_(*flat)
+        return
     transposed = _is_transposed(dims)
     src_base, dst_base = src.storage_offset(), dst.storage_offset()
     mark = scratch.mark()

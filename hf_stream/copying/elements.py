@@ -24,8 +24,8 @@ def copy_elements(src: torch.Tensor, dst: torch.Tensor, via: Sequence[torch.dtyp
         return
     if len(dims) == 1 and not via and dims[0].src == dims[0].dst == 1:
         # All boxes in one call: another thread can hold the interpreter meanwhile.
-        flat = (side.as_strided([dims[0].size], [1]).split(BOX_ELEMENTS) for side in (dst, src))
-        torch._foreach_copy_(*flat)
+        sources, targets = (torch.split(side.as_strided([dims[0].size], [1]), BOX_ELEMENTS) for side in (src, dst))
+        torch._foreach_copy_(targets, sources)
         return
     transposed = _is_transposed(dims)
     src_base, dst_base = src.storage_offset(), dst.storage_offset()

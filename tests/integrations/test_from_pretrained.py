@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import threading
 from pathlib import Path
 
@@ -138,6 +140,13 @@ def test_a_mixin_class_loads_saves_and_reloads_through_its_layout(saved, tmp_pat
         torch.testing.assert_close(packed(tokens).logits, plain(tokens).logits)
 
 
+def test_a_mixin_behind_its_model_class_is_refused():
+    with pytest.raises(hf_stream.LayoutError, match="Behind: StreamingMixin stands behind the model class"):
+
+        class Behind(transformers.LlamaForCausalLM, hf_stream.StreamingMixin):
+            pass
+
+
 def _without_old(tensors):
     return {name.removeprefix("old."): tensor for name, tensor in tensors.items()}
 
@@ -205,6 +214,64 @@ def test_transformers_is_as_before_after_an_error(saved):
     with pytest.raises(ZeroDivisionError):
         hf_stream.from_pretrained(transformers.LlamaForCausalLM, saved("llama"), layout=lambda _: 1 / 0)
     assert transformers.PreTrainedModel._load_pretrained_model is before
+
+
+def test_loads_that_overlap_in_any_order_leave_nothing_changed(saved, monkeypatch):
+    monkeypatch.delenv("HF_DEACTIVATE_ASYNC_LOAD", raising=False)
+    plain_load = transformers.PreTrainedModel._load_pretrained_model
+    second_is_in, first_is_done = threading.Event(), threading.Event()
+
+    def overlapping(*args, **kwargs):
+        if threading.current_thread() is second:
+            second_is_in.set()
+            assert first_is_done.wait(60)
+        else:
+            second.start()
+            assert second_is_in.wait(60)
+        return plain_load(*args, **kwargs)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "_load_pretrained_model", staticmethod(overlapping))
+    load = _streaming(transformers.LlamaForCausalLM)
+    second = threading.Thread(target=load, args=[saved("llama")])
+    load(saved("llama"))
+    first_is_done.set()
+    second.join()
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+    assert transformers.utils.logging.set_tqdm_hook(None) is None
+    assert transformers.PreTrainedModel._load_pretrained_model is overlapping
+
+
+def test_files_are_not_mapped_if_transformers_is_told_not_to(saved):
+    path = saved("llama")
+    mapped, read = (_streaming(transformers.LlamaForCausalLM)(path, disable_mmap=disable) for disable in (False, True))
+    assert_same(read, mapped)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [
+        tuple(int(end, 16) for end in line.split()[0].split("-"))
+        for line in maps
+        if line.endswith("/model.safetensors")
+    ]
+    for model, inside in ((mapped, True), (read, False)):
+        address = model.lm_head.weight.data_ptr()
+        assert any(start <= address < stop for start, stop in ranges) is inside
+
+
+class _Touch:
+    """When unpickled, makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_no_pickle_is_executed_whatever_the_caller_says(saved, tmp_path):
+    transformers.AutoConfig.from_pretrained(saved("llama")).save_pretrained(tmp_path)
+    torch.save({"x": _Touch(tmp_path / "touched")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError):
+        hf_stream.from_pretrained(transformers.LlamaForCausalLM, tmp_path, weights_only=False)
+    assert not (tmp_path / "touched").exists()
 
 
 def test_a_layout_with_disk_offload_is_refused_in_words(saved, tmp_path: Path):

@@ -93,6 +93,17 @@ def test_a_state_dict_is_saved_in_place_of_the_model_s(random_model, tmp_path):
     assert contents(tmp_path / "ours") == contents(tmp_path / "plain")
 
 
+def test_texts_in_a_state_dict_are_left_out_and_other_objects_are_refused(random_model, tmp_path):
+    model = random_model("llama")
+    state_dict = {**model.state_dict(), "kind": "a text"}
+    model.save_pretrained(tmp_path / "plain", state_dict=dict(state_dict))
+    hf_stream.save_pretrained(model, tmp_path / "ours", state_dict=state_dict)
+    assert contents(tmp_path / "ours") == contents(tmp_path / "plain")
+    with pytest.raises(hf_stream.CheckpointError, match="'kind' is a dict and no tensor"):
+        hf_stream.save_pretrained(model, tmp_path / "none", state_dict={**state_dict, "kind": {}})
+    assert not (tmp_path / "none").exists()
+
+
 def test_other_processes_than_the_main_one_write_nothing(random_model, tmp_path):
     hf_stream.save_pretrained(random_model("llama"), tmp_path / "ours", is_main_process=False)
     assert not (tmp_path / "ours").exists()

@@ -8,7 +8,10 @@ from typing import Any
 
 from transformers.utils.logging import set_tqdm_hook
 
+from hf_stream.integrations.transformers.shared import Shared
 
+
+@Shared
 @contextmanager
 def no_bars() -> Iterator[None]:
     """Run a block in which transformers shows no bars; ours count the bytes."""

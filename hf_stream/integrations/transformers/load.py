@@ -8,7 +8,6 @@ place where this hooks in is `PreTrainedModel._load_pretrained_model`.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.modeling_utils import load_state_dict
+from transformers.modeling_utils import _is_on_hf_mount, load_state_dict
 
 from hf_stream.checkpoint import AnyLayout, open_files
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
@@ -27,6 +26,7 @@ from hf_stream.copying.progress import Progress
 from hf_stream.errors import LayoutError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.integrations.transformers.bars import no_bars
+from hf_stream.integrations.transformers.shared import Shared
 from hf_stream.lazy import LazyTensor, materialize
 
 Loader = Callable[..., Any]
@@ -83,7 +83,7 @@ def from_pretrained(
 
     >>> model = hf_stream.from_pretrained(AutoModelForCausalLM, "org/repo", dtype="auto")  # doctest: +SKIP
     """
-    with _hooked(Request(layout, buffer_size, progress)):
+    with _hook(), _asking(Request(layout, buffer_size, progress)):
         return cls.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
@@ -113,18 +113,20 @@ def stream_load(
     if request.layout is not None:
         with collector_paused():
             tensors = request.layout(tensors)
-    token = _request.set(None)
-    try:
-        with collector_paused(), no_bars(), _no_thread_pool():
-            result = load(model, dict(tensors), checkpoint_files, load_config, expected_keys)
-    finally:
-        _request.reset(token)
-    materialize_model(model, request)
+    with _asking(None), collector_paused(), no_bars(), _no_thread_pool():
+        result = load(model, dict(tensors), checkpoint_files, load_config, expected_keys)
+    materialize_model(model, request, alias=_may_map(checkpoint_files or (), load_config))
     return result
 
 
-def materialize_model(model: nn.Module, request: Request) -> None:
-    """Read every lazy parameter and buffer of a model, in parallel, and put the real ones in their places."""
+def materialize_model(model: nn.Module, request: Request, *, alias: bool) -> None:
+    """Read every lazy parameter and buffer of a model, in parallel, and put the real ones in their places.
+
+    Args:
+        model: The model.
+        request: How to read.
+        alias: Whether those that lie in a file just as they are may be mappings of it.
+    """
     places: list[tuple[dict[str, Any], str, LazyTensor]] = [
         (slots, name, tensor)
         for module in model.modules()
@@ -137,7 +139,7 @@ def materialize_model(model: nn.Module, request: Request) -> None:
         buffer_size=request.buffer_size,
         progress=request.progress,
         desc="Loading",
-        alias=True,
+        alias=alias,
     )
     for (slots, name, _), real in zip(places, reals, strict=True):
         slots[name] = real
@@ -153,10 +155,14 @@ def _open(
         return open_files(load_config.pretrained_model_name_or_path or files[0], files)
     loaded: dict[str, torch.Tensor] = {}
     for file in files:
-        loaded.update(
-            load_state_dict(file, weights_only=load_config.weights_only, disable_mmap=load_config.disable_mmap)
-        )
+        # As in transformers, whatever `weights_only` says: no pickle is executed.
+        loaded.update(load_state_dict(file, disable_mmap=load_config.disable_mmap))
     return {name: LazyTensor.from_tensor(tensor) for name, tensor in loaded.items()}
+
+
+def _may_map(checkpoint_files: Sequence[str], load_config: Any) -> bool:
+    """Whether transformers would leave these files mapped."""
+    return not (load_config.disable_mmap or any(map(_is_on_hf_mount, checkpoint_files)))
 
 
 def _obstacle(load_config: Any) -> str | None:
@@ -172,6 +178,7 @@ def _obstacle(load_config: Any) -> str | None:
     return None
 
 
+@Shared
 @contextmanager
 def _no_thread_pool() -> Iterator[None]:
     """Transformers' loading threads have nothing to wait for here, and slow symbolic work down."""
@@ -182,13 +189,11 @@ def _no_thread_pool() -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del os.environ[name]
+            os.environ.pop(name, None)
         else:
             os.environ[name] = before
 
 
-_hook_lock = threading.Lock()
-_hook_users = 0
 _plain_load: Loader = PreTrainedModel._load_pretrained_model
 
 
@@ -199,27 +204,30 @@ def _load_as_requested(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any
     return stream_load(_plain_load, request, model, *args, **kwargs)
 
 
+@Shared
 @contextmanager
-def _hooked(request: Request) -> Iterator[None]:
-    """Stream the loads of this context: Auto classes choose the class to load themselves, so the base class is hooked.
+def _hook() -> Iterator[None]:
+    """Auto classes choose the class to load themselves, so the base class is hooked.
 
-    Loads in other threads see the hook and pass through it untouched; it is gone with its last user.
+    Loads in other threads see the hook and pass through it untouched.
     """
-    global _hook_users, _plain_load
-    with _hook_lock:
-        if _hook_users == 0:
-            _plain_load = PreTrainedModel._load_pretrained_model
-            _set_loader(_load_as_requested)
-        _hook_users += 1
+    global _plain_load
+    _plain_load = PreTrainedModel._load_pretrained_model
+    _set_loader(_load_as_requested)
+    try:
+        yield
+    finally:
+        _set_loader(_plain_load)
+
+
+@contextmanager
+def _asking(request: Request | None) -> Iterator[None]:
+    """Have the loads of this context streamed in this way, or not at all."""
     token = _request.set(request)
     try:
         yield
     finally:
         _request.reset(token)
-        with _hook_lock:
-            _hook_users -= 1
-            if _hook_users == 0:
-                _set_loader(_plain_load)
 
 
 def _set_loader(load: Loader) -> None:

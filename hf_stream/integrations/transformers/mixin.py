@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_stream.checkpoint import AnyLayout
 from hf_stream.errors import LayoutError
@@ -31,6 +32,16 @@ class StreamingMixin:
 
     layout: AnyLayout | None = None
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse an order of base classes in which nothing here would ever be called."""
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if PreTrainedModel in order and order.index(PreTrainedModel) < order.index(StreamingMixin):
+            raise LayoutError(
+                f"{cls.__name__}: StreamingMixin stands behind the model class, whose methods would be called instead; "
+                f"write class {cls.__name__}(StreamingMixin, ...)"
+            )
+
     @staticmethod
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
         request = current_request() or Request()
@@ -50,6 +61,7 @@ class StreamingMixin:
         save_directory: str | os.PathLike[str],
         is_main_process: bool = True,
         state_dict: Mapping[str, torch.Tensor] | None = None,
+        *,
         save_original_format: bool = True,
         **kwargs: Any,
     ) -> None:

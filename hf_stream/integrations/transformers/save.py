@@ -17,7 +17,7 @@ from hf_stream.checkpoint.save import write_files
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
-from hf_stream.errors import LayoutError
+from hf_stream.errors import CheckpointError, LayoutError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, add_variant, shard_pattern
 from hf_stream.integrations.transformers.bars import no_bars
@@ -56,7 +56,7 @@ def save_pretrained(
 
     Raises:
         LayoutError: The layout does not fit the model, or cannot be combined with this kind of model.
-        CheckpointError: No space, or the destination cannot be used.
+        CheckpointError: No space, the destination cannot be used, or something to save is no tensor.
         CopyError: Writing failed. The destination is as it was.
     """
     # A streaming class's own method would come back here.
@@ -106,6 +106,11 @@ def _saved_tensors(
     reals = dict(model.state_dict() if state_dict is None else state_dict)
     for name in model._keys_to_ignore_on_save or ():
         reals.pop(name, None)
+    # Like transformers, which leaves texts out.
+    reals = {name: tensor for name, tensor in reals.items() if not isinstance(tensor, str)}
+    for name, tensor in reals.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"'{name}' is a {type(tensor).__name__} and no tensor; leave it out of state_dict=")
     reals = remove_tied_weights_from_state_dict(reals, model)
     lazies: dict[str, torch.Tensor] = {name: LazyTensor.from_tensor(tensor) for name, tensor in reals.items()}
     names = {id(lazy): name for name, lazy in lazies.items()}

@@ -68,7 +68,7 @@ def _find(spec: str, config: dict[str, object] | None, source: str) -> AnyLayout
             return layouts.load(spec, config)
         except HfStreamError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _failure(spec, error) from error
     try:
         return layouts.get(spec, config)
@@ -91,7 +91,7 @@ def _inverse(spec: str, layout: AnyLayout) -> AnyLayout:
 def _apply(spec: str, layout: AnyLayout, tensors: Tensors) -> Tensors:
     try:
         result = layout(tensors)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if _is_file(spec) or isinstance(error, HfStreamError):
             raise _failure(spec, error) from error
         raise
@@ -109,7 +109,7 @@ def _check(spec: str, result: object) -> None:
             raise LayoutError(f"layout '{spec}' must map str to Tensor, got {kinds} at {name!r}")
 
 
-def _failure(spec: str, error: Exception) -> LayoutError:
+def _failure(spec: str, error: BaseException) -> LayoutError:
     """What went wrong in a layout, and where in the user's file."""
     text = str(error) if isinstance(error, HfStreamError) else f"{type(error).__name__}: {error}"
     path = str(Path(spec.rpartition(":")[0]))

@@ -44,6 +44,7 @@ class Pattern:
         many = [_many_field(component, specs, text) for component in components]
         if any(one and other for one, other in pairwise(many)):
             raise LayoutError(f"pattern '{text}': two placeholders for several components cannot stand side by side.")
+        _check_borders(text, specs)
         self.components = tuple(None if field else component for component, field in zip(components, many, strict=True))
         self._many = tuple(field for field in many if field)
         self._regex = re.compile(_regex(components, many, specs))
@@ -121,6 +122,16 @@ def _placeholders(text: str) -> dict[str, str]:
     if "{" in literal or "}" in literal:
         raise LayoutError(f"pattern '{text}': a brace is not part of a placeholder such as {{layer}} or {{rest:*}}.")
     return fields
+
+
+def _check_borders(text: str, specs: Mapping[str, str]) -> None:
+    """Refuse placeholders of which nobody could tell where one ends and the next begins."""
+    for first, second in pairwise(_PLACEHOLDER.finditer(text)):
+        if first.end() == second.start() and not any("|" in specs.get(found[1], "") for found in (first, second)):
+            raise LayoutError(
+                f"pattern '{text}': nothing tells where {{{first[1]}}} ends and {{{second[1]}}} begins. "
+                "Put a text between them."
+            )
 
 
 def _many_field(component: str, specs: Mapping[str, str], text: str) -> str | None:

@@ -114,7 +114,7 @@ def _run_file(path: Path) -> ModuleType:
     sys.modules[module.__name__] = module  # a dataclass looks up its module there
     try:
         exec(compile(path.read_bytes(), path, "exec"), vars(module))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself must not end its caller
         raise LayoutError(f"'{path}' failed: {type(error).__name__}: {error}") from error
     return module
 

@@ -29,6 +29,9 @@ def gives_shapes(tensors):
 
 def from_config(config):
     return config["no such size"]
+
+def ends(tensors):
+    raise SystemExit(0)
 """
 
 

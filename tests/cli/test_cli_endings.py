@@ -53,6 +53,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "other name in the file": (["plan", "{source}", "-l", "{tmp}/mine.py:three"], "has no 'three'. It has: "),
     "layout fails": (["plan", "{source}", "-l", "{tmp}/mine.py:fails"], "mine.py:fails', line 11: KeyError: 'lm_head'"),
     "config fails": (["plan", "{source}", "-l", "{tmp}/mine.py:from_config"], "line 20: KeyError: 'no such size'"),
+    "layout ends the program": (["plan", "{source}", "-l", "{tmp}/mine.py:ends"], "line 23: SystemExit: 0"),
+    "file ends the program": (["plan", "{source}", "-l", "{tmp}/quits.py:x"], "quits.py' failed: SystemExit: 0"),
     "no mapping": (["plan", "{source}", "-l", "{tmp}/mine.py:gives_list"], "must return a mapping of names to tensors"),
     "no tensors": (["plan", "{source}", "-l", "{tmp}/mine.py:gives_shapes"], "must map str to Tensor, got str to Size"),
     "no inverse": (["plan", "{source}", "-l", "{tmp}/mine.py:half", "--inverse"], "is a function and has no inverse"),
@@ -70,6 +72,7 @@ def test_mistakes_are_one_clean_line_and_exit_code_2(
         directory.mkdir()
         save_file(llama(), directory / "model.safetensors")
     (broken / "config.json").write_text("{")
+    (tmp_path / "quits.py").write_text("raise SystemExit(0)")
     before = sorted(tmp_path.rglob("*"))
     args, message = MISTAKES[mistake]
 

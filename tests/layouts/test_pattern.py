@@ -25,6 +25,7 @@ def match(pattern: str, name: str) -> dict[str, str] | None:
         ("layers.{layer}.w", "layers.3.4.w", None),
         ("layers.{layer}.w", "layers..w", None),
         ("layer_{i}_{j}.w", "layer_3_q.w", {"i": "3", "j": "q"}),
+        ("{i}{kind:_q|_k}.w", "3_k.w", {"i": "3", "kind": "_k"}),
         ("a+{i}*.w", "a+3*.w", {"i": "3"}),
         ("a+{i}*.w", "aa3*.w", None),
         ("{i}.{i}", "3.3", {"i": "3"}),
@@ -104,6 +105,7 @@ def test_what_a_placeholder_stands_for_is_shared_by_the_patterns_of_a_rule() -> 
         (["x{p:*}.w"], "dots around it"),
         (["{p:*}.w.{p}"], "use it once"),
         (["{p:*}.{q:+}"], "side by side"),
+        (["a.{b}{c}.w"], "nothing tells where {b} ends and {c} begins"),
         (["{p:*}.w", "{p:int}.w"], "elsewhere in the rule"),
     ],
 )

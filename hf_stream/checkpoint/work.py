@@ -11,6 +11,8 @@ from pathlib import Path
 _LOCK = "lock"
 # Some network file systems have no locks: better to save there without one than not at all.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+# Others remove it between two steps of ours once in a while, but not that often: then it cannot be made at all.
+_ATTEMPTS = 1000
 
 
 class WorkDirectory:
@@ -28,12 +30,14 @@ class WorkDirectory:
         self.path = path
         self._fd = -1
         self._made = [parent for parent in path.parents if not parent.exists()]
+        attempts = 0
         while self._fd < 0:
+            attempts += 1
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except (FileNotFoundError, FileExistsError):
-                if os.path.lexists(path) and not path.is_dir():
+                if attempts == _ATTEMPTS or (os.path.lexists(path) and not path.is_dir()):
                     raise
                 continue  # its last user has just removed the directory
             self._fd = self._lock(fd)

@@ -72,6 +72,12 @@ def test_whoever_waits_for_a_directory_that_is_removed_makes_it_anew(tmp_path: P
     assert not (tmp_path / "a" / "work").exists()
 
 
+def test_a_directory_that_can_never_be_made_is_refused() -> None:
+    # procfs says of every new name that it does not exist, as other file systems do of what somebody removes just then.
+    with pytest.raises(CheckpointError, match="/proc/out': cannot be written: No such file"):
+        Staging("/proc/out")
+
+
 def test_finished_files_are_taken_up_under_the_same_fingerprint_only(tmp_path: Path) -> None:
     out = tmp_path / "out"
     _stage(out, b"old", fingerprint="f").abandon(keep=True)

@@ -69,13 +69,16 @@ class _Crew:
 
     def work(self, threads: int) -> None:
         """Work in `threads` threads, the calling one included; returns when all have stopped."""
-        helpers = [threading.Thread(target=self._run, daemon=True) for _ in range(threads - 1)]
-        for helper in helpers:
-            helper.start()
+        helpers: list[threading.Thread] = []
         try:
+            for _ in range(threads - 1):
+                helper = threading.Thread(target=self._run, daemon=True)
+                helper.start()
+                helpers.append(helper)
             self._run()
         finally:
-            # After a KeyboardInterrupt too: memory must not be written to once the caller has it back.
+            # After a KeyboardInterrupt, or where no thread can be started, too: memory must not be written to once
+            # the caller has it back.
             self._stop()
             for helper in helpers:
                 helper.join()

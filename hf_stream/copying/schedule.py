@@ -59,7 +59,8 @@ def schedule(copies: Iterable[Copy], share: int) -> list[Move]:
             loops = _raw_loops(copy, dims)
         else:
             loops = Loops(copy, src.dtype, dst.dtype, merge_dims(src.size, src.stride, dst.stride))
-        if loops.dims and not isinstance(dst.storage, MemoryStorage) and loops.row_bytes < loops.period:
+        aligned = dst.offset % loops.dst_dtype.itemsize == 0
+        if loops.dims and aligned and not isinstance(dst.storage, MemoryStorage) and loops.row_bytes < loops.period:
             gapped.setdefault((dst.storage.place, loops.dims[0].size, loops.period), []).append(loops)
         else:
             moves.extend(_tiles(loops, share))

@@ -46,13 +46,13 @@ class Scratch:
             self._buffer = self._allocate()
         start, stop = self._used, self._used + nbytes
         if stop > self.nbytes:
-            return torch.empty(tuple(size), dtype=dtype)
+            return torch.empty(tuple(size), dtype=dtype, device="cpu")
         self._used = -(-stop // _ALIGNMENT) * _ALIGNMENT
         return self._buffer[start:stop].view(dtype).view(tuple(size))
 
     def _allocate(self) -> torch.Tensor:
         if self._pinned:
-            return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(self.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         # A mapping goes back to the system when it is freed. The C library keeps pieces of this size for each thread.
         pages = mmap.mmap(-1, max(self.nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(pages, dtype=torch.uint8)

@@ -25,7 +25,7 @@ from hf_stream.lazy.tensor import LazyTensor
 from hf_stream.storage.memory import MemoryStorage
 
 # A storage for regions that are planned and never run.
-NOWHERE = MemoryStorage(torch.empty(0))
+NOWHERE = MemoryStorage(torch.empty(0, device="cpu"))
 
 
 class Step(NamedTuple):

@@ -68,7 +68,8 @@ def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if isinstance(out, torch.Tensor):
         if out.dtype != lazy.dtype and isinstance(source, Tiles):
             # Bits of tiles under another dtype: there are none to look at before they are built.
-            return _defer(func, args, kwargs)
+            # Dense first, as the gaps of an input are made narrow, by steps that the other dtype may not divide.
+            return _defer(func, (clone(aten.clone.default, (lazy,), {}), *args[1:]), kwargs)
         return LazyTensor(out, source, device)
     return type(out)(LazyTensor(piece, source, device) for piece in out)
 
@@ -109,12 +110,6 @@ def _like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _metadata(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Questions that metadata answers."""
     return func(*pytree.tree_map_only(LazyTensor, _as_meta, tuple(args)), **kwargs)
-
-
-def _index(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`x[index]` with tensors: the shape depends on the data only of masks."""
-    masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return (call_now if masked else _defer)(func, args, kwargs)
 
 
 def _defer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -177,8 +172,6 @@ def _copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     destination, lazy = args[:2]
     if isinstance(destination, LazyTensor):
         return _write(func, args, kwargs)
-    if destination.is_conj() or destination.is_neg():
-        return call_now(func, args, kwargs)  # its memory holds other values than it shows
     if destination.device.type != "meta":
         lazy.expand(destination.shape).materialize(out=destination)
     return destination
@@ -204,7 +197,7 @@ _SPECIAL: dict[Any, Handler] = {
     aten._unsafe_view.default: _view,
     aten.unsafe_split.Tensor: _view,
     aten.unsafe_split_with_sizes.default: _view,
-    aten.index.Tensor: _index,
+    aten.index.Tensor: _defer,  # of its indices, only masks make the shape depend on data; meta refuses those
     aten.is_pinned.default: _metadata,
     aten.is_same_size.default: _metadata,
     aten._pin_memory.default: call_now,

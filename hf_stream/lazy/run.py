@@ -48,10 +48,12 @@ def write_into(
         total = sum(copy.dst.nbytes for copy in copies)
         total += sum(entry.nbytes for entries in pending.values() for entry in entries)
         with progress_bar(progress, total, desc) as bar:
-            execute(copies, buffer_size=buffer_size, progress=bar or False)
+            # Not `bar or False`: a bar of unknown length has no truth value.
+            counter = False if bar is None else bar
+            execute(copies, buffer_size=buffer_size, progress=counter)
             for compute, outputs in run_deferred(pending, buffer_size):
                 entries = [entry.copy_from(outputs) for entry in pending[compute]]
-                execute(entries, buffer_size=buffer_size, progress=bar or False)
+                execute(entries, buffer_size=buffer_size, progress=counter)
                 del entries, outputs  # before the next operation runs
 
 

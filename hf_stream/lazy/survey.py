@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,19 +19,21 @@ from hf_stream.storage.base import Storage
 from hf_stream.storage.file import FileStorage
 
 
-def reads(tensors: Iterable[torch.Tensor]) -> Iterator[Region]:
+def reads(tensors: Iterable[torch.Tensor]) -> list[Region]:
     """Every region that materialising the tensors would read, the inputs of deferred operations included."""
     done: set[Compute] = set()
+    found: list[Region] = []
     with collector_paused():
         todo = [LazyTensor.from_tensor(tensor) for tensor in tensors]
         while todo:
             lazy = todo.pop()
             for entry in lower(lazy, Region.contiguous(NOWHERE, lazy.dtype, lazy.shape)):
                 if isinstance(entry, Copy):
-                    yield entry.src
+                    found.append(entry.src)
                 elif entry.output.compute not in done:
                     done.add(entry.output.compute)
                     todo.extend(entry.output.compute.inputs)
+    return found
 
 
 def working_set(tensors: Iterable[torch.Tensor]) -> int:

@@ -110,7 +110,11 @@ class LazyTensor(torch.Tensor):
                 f"cannot materialize shape {list(self.shape)} into a tensor of shape {list(out.shape)}; "
                 "pass out= of the same shape"
             )
-        write_into([(self, Region.of(out), "")])
+        if out.is_conj() or out.is_neg():
+            # Its memory holds other values than it shows: torch turns them round.
+            out.detach().copy_(materialize([self])[0])
+        else:
+            write_into([(self, Region.of(out), "")])
         return out
 
     @property

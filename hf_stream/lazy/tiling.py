@@ -109,7 +109,7 @@ def _side_by_side(parts: Sequence[torch.Tensor], dim: int, shape: Sequence[int])
 
 def _left_to_torch(func: Any, tensors: Sequence[torch.Tensor], dim: int) -> Any:
     """Mostly an error, in torch's own words: what it says depends on shapes alone."""
-    shown = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
+    shown = [torch.empty((), dtype=tensor.dtype, device="cpu").expand(tensor.shape) for tensor in tensors]
     return func(shown, dim).to(tensors[0].device)
 
 

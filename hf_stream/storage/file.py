@@ -180,7 +180,7 @@ class FileStorage(Storage):
         if offset % dtype.itemsize:
             return None
         if 0 in size:
-            return torch.empty(0, dtype=dtype).as_strided(tuple(size), tuple(stride))
+            return torch.empty(0, dtype=dtype, device="cpu").as_strided(tuple(size), tuple(stride))
         elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         stop = offset + elements * dtype.itemsize
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -202,7 +202,7 @@ class FileStorage(Storage):
         """
         if offset % dtype.itemsize:
             return None
-        tensor = torch.empty(0, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
         count = 1
         for n in size:
             count *= n

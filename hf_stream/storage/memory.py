@@ -30,11 +30,8 @@ class MemoryStorage(Storage):
         if tensor.device.type == "meta":
             raise ValueError(f"a tensor on the meta device has no bytes to copy, got shape {list(tensor.shape)}")
         self._storage = tensor.untyped_storage()
-        self._pointer = self._storage.data_ptr()
-        self.nbytes = self._storage.nbytes()
         self.device = self._storage.device
         self.addressable = self.device.type == "cpu"
-        self._place = ("memory", str(self.device), self._pointer)
         self.name = f"memory ({self.device})"
 
     def __eq__(self, other: object) -> bool:
@@ -44,9 +41,14 @@ class MemoryStorage(Storage):
         return hash(self.place)
 
     @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Size in bytes as it is now: sharing or resizing a storage moves its memory."""
+        return self._storage.nbytes()
+
+    @property
     def place(self) -> Hashable:
         """Device and address."""
-        return self._place
+        return "memory", str(self.device), self._storage.data_ptr()
 
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """The memory itself, for CPU tensors."""
@@ -55,7 +57,7 @@ class MemoryStorage(Storage):
         if offset < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} lie outside a storage of {self.nbytes} bytes")
         # The view does not keep the memory alive: whoever holds it must hold this storage too.
-        view: memoryview = _memory_view(self._pointer + offset, nbytes, _WRITABLE)
+        view: memoryview = _memory_view(self._storage.data_ptr() + offset, nbytes, _WRITABLE)
         return view
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
@@ -81,6 +83,12 @@ class MemoryStorage(Storage):
         del writable
         if offset % dtype.itemsize:
             return None
+        last = -1 if 0 in size else sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if offset + (last + 1) * dtype.itemsize > self.nbytes:
+            # torch would make the storage larger, and show whatever is there.
+            raise ValueError(
+                f"bytes {offset} to {offset + (last + 1) * dtype.itemsize} lie outside a storage of {self.nbytes} bytes"
+            )
         empty = torch.empty(0, dtype=dtype, device=self.device)
         return empty.set_(self._storage, offset // dtype.itemsize, tuple(size), tuple(stride))
 

@@ -201,3 +201,29 @@ def test_to_the_gpu_and_back(tmp_path, dtype):
         into = Region.contiguous(dst, torch.bfloat16, (2000, 3000))
         execute([Copy(Region.of(on_device.T), into)], buffer_size=1 << 20)
     assert (tmp_path / "out").read_bytes() == content.T.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_no_thread_goes_on_where_another_cannot_start(tmp_path, monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def limited(self):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    before = threading.active_count()
+    with FileStorage.create(tmp_path / "out", 101 * 5000) as file, pytest.raises(RuntimeError, match="can't start"):
+        execute(saves(file, 5000), threads=3)
+    assert threading.active_count() == before
+    assert not started[0].is_alive()
+
+
+def test_casts_go_to_any_byte_of_a_file(tmp_path):
+    halves = [torch.randn(40, 8), torch.randn(40, 8)]
+    with FileStorage.create(tmp_path / "out", 1 + 40 * 32) as file:
+        targets = [Region(file, torch.bfloat16, (40, 8), (16, 1), 1 + 16 * i) for i in range(2)]
+        execute([Copy(Region.of(half), target) for half, target in zip(halves, targets, strict=True)])
+    expected = torch.cat(halves, 1).bfloat16()
+    assert (tmp_path / "out").read_bytes()[1:] == expected.view(torch.uint8).numpy().tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from programs import bits, seeded
 from torch import nn
+from tqdm import tqdm
 
 from hf_stream.copying.region import Region
 from hf_stream.errors import CopyError, LazyTensorError
@@ -169,3 +171,40 @@ def test_memory_beyond_the_destination_is_the_buffer_and_one_operation(
     assert measured["nbytes"] == 128 << 20
     # 4 MiB for Python objects and the planning.
     assert measured["extra"] <= (8 << 20) + operation + (4 << 20)
+
+
+def test_a_bar_of_unknown_length_counts() -> None:
+    with tqdm(file=io.StringIO()) as bar:
+        materialize([LazyTensor.from_tensor(X)], progress=bar)
+        assert bar.n == X.nbytes
+
+
+def test_a_default_device_is_no_place_for_bytes(tmp_path: Path) -> None:
+    lazy = on_file(X, tmp_path / "x")
+    with torch.device("meta"):
+        results = [*materialize([lazy], alias=True), *materialize([lazy.t() * 2]), lazy.t().materialize()]
+    for result, expected in zip(results, (X, X.t() * 2, X.t()), strict=True):
+        assert torch.equal(result, expected)
+
+
+def test_conjugate_and_negative_views_are_filled_with_what_they_show() -> None:
+    source = torch.tensor([1 + 2j, 3 - 4j])
+    base = torch.zeros_like(source)
+    assert torch.equal(LazyTensor.from_tensor(source).materialize(out=base.conj()), source.conj().conj())
+    assert torch.equal(base, source.conj().resolve_conj())
+    assert LazyTensor.from_tensor(torch.tensor([5.0, 6.0])).materialize(out=base.conj().imag).tolist() == [5, 6]
+    assert base.imag.tolist() == [-5, -6]
+
+
+def test_moved_memory_is_read_where_it_is(tmp_path: Path) -> None:
+    tensor = torch.arange(100_000)
+    lazy = LazyTensor.from_tensor(tensor)
+    tensor.share_memory_()
+    tensor += 1
+    with FileStorage.create(tmp_path / "out", tensor.nbytes) as file:
+        write_into([(lazy, Region.contiguous(file, tensor.dtype, tensor.shape), "x")])
+    assert (tmp_path / "out").read_bytes() == bits(tensor)
+    tensor.untyped_storage().resize_(0)
+    for expression in (lazy, lazy * 2):
+        with pytest.raises((CopyError, ValueError), match="outside"):
+            expression.materialize()

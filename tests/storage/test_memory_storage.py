@@ -59,3 +59,23 @@ def test_advice_on_huge_pages_changes_no_value(elements):
     advise_huge_pages(tensor)
     assert torch.equal(tensor, torch.arange(elements, dtype=torch.int32))
     advise_huge_pages(torch.empty(1 << 20, device="meta"))
+
+
+def test_memory_that_has_moved_is_followed():
+    tensor = torch.arange(1000, dtype=torch.int64)
+    storage = MemoryStorage(tensor)
+    tensor.share_memory_()
+    tensor.fill_(7)
+    assert bytes(storage.bytes_at(0, 8)) == bytes([7] + [0] * 7)
+    assert storage == MemoryStorage(tensor)
+
+
+def test_memory_that_has_gone_is_not_made_again():
+    tensor = torch.arange(10)
+    storage = MemoryStorage(tensor)
+    tensor.untyped_storage().resize_(40)
+    assert storage.nbytes == 40
+    assert storage.window(0, torch.int64, (5,), (1,)).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="0 to 80 lie outside a storage of 40 bytes"):
+        storage.window(0, torch.int64, (10,), (1,))
+    assert storage.window(40, torch.int64, (2, 0), (1, 1)).shape == (2, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, 
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging
+from hf_stream.checkpoint.verify import Differences
 from hf_stream.checkpoint.verify import verify as verify_checkpoints
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress, progress_bar
@@ -26,6 +28,7 @@ from hf_stream.lazy import fingerprint, reads, working_set, write_into
 AnyLayout = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 _SUFFIX = ".safetensors"
+_INDEX_SUFFIX = ".json"
 _NO_LIMIT = 1 << 63
 
 
@@ -46,6 +49,11 @@ class Conversion:
     files: CheckpointFiles
     carried: tuple[Path, ...]
     dtype: torch.dtype | None
+
+    @property
+    def directory(self) -> Path:
+        """Where the source's files are."""
+        return self.source.path if self.source.path.is_dir() else self.source.path.parent
 
     def nbytes_read(self) -> dict[str, int]:
         """Bytes to read of each source file, by path."""
@@ -85,8 +93,10 @@ def plan_conversion(
         files = CheckpointFiles.plan(
             tensors, max_shard_size=max_shard_size, metadata=checkpoint.metadata, pattern=pattern
         )
-    carried = tuple(find_carried(checkpoint.path)) if checkpoint.path.is_dir() else ()
-    return Conversion(checkpoint, tensors, files, carried, dtype)
+    conversion = Conversion(checkpoint, tensors, files, (), dtype)
+    if checkpoint.path.is_dir() or checkpoint.path.suffix == _INDEX_SUFFIX:  # who names one file means one file
+        conversion = dataclasses.replace(conversion, carried=tuple(find_carried(conversion.directory)))
+    return conversion
 
 
 def convert(
@@ -104,8 +114,8 @@ def convert(
     """Convert a checkpoint without loading it.
 
     The destination appears when everything is written, and not before; its weights, if it has some, are replaced then.
-    What lies beside the source's weights (config, tokenizer, ...) goes along; with `dtype`, the config's entry is
-    changed to it. The source cannot be the destination.
+    What lies beside the source's weights (config, tokenizer, ...) goes along, unless the source or the destination is a
+    single file; with `dtype`, the config's entry is changed to it. The source cannot be the destination.
 
     Args:
         source: What `open_checkpoint` takes, or what it gave.
@@ -146,20 +156,15 @@ def convert(
         if not staging.completed:
             regions = reserve(staging, conversion.files)
             if file is None:
-                carry(staging, conversion.source.path, conversion.carried, dtype)
+                carry(staging, conversion.directory, conversion.carried, dtype)
             _write_shards(staging, conversion.files, conversion.tensors, regions, buffer_size, progress)
-            if verify:
-                written = {shard.name: staging.path / shard.name for shard in conversion.files.shards}
-                differences = verify_checkpoints(
-                    Checkpoint(staging.path, written), conversion.tensors, buffer_size=buffer_size, progress=progress
-                )
-                if differences:
-                    keep = False
-                    raise CheckpointError(
-                        f"'{target}' would differ from what was to be written:\n{differences}\n"
-                        "Check the disk, and that nothing writes to the source; then convert again"
-                    )
+            wrong = verify and _differences(conversion, staging.path, buffer_size, progress)
+            if wrong:
+                keep = False
+                raise _would_differ(target, wrong)
             staging.commit(entry=conversion.files.entry, stale=conversion.files.family if file is None else None)
+        elif verify and (wrong := _differences(conversion, staging.directory, buffer_size, progress)):
+            raise _would_differ(target, wrong)
     finally:
         staging.abandon(keep=keep)
     return target
@@ -179,6 +184,22 @@ def _check_apart(source: Checkpoint, directory: Path, file: str | None) -> None:
     target = directory / (file or "")
     if os.path.realpath(target) in taken:
         raise CheckpointError(f"'{target}' is where the source is; convert to another place")
+
+
+def _differences(
+    conversion: Conversion, directory: Path, buffer_size: int, progress: bool | Progress | None
+) -> Differences:
+    written = {shard.name: directory / shard.name for shard in conversion.files.shards}
+    return verify_checkpoints(
+        Checkpoint(directory, written), conversion.tensors, buffer_size=buffer_size, progress=progress
+    )
+
+
+def _would_differ(target: Path, differences: Differences) -> CheckpointError:
+    return CheckpointError(
+        f"'{target}' would differ from what was to be written:\n{differences}\n"
+        "Check the disk, and that nothing writes to the source; then convert again"
+    )
 
 
 def _write_shards(

@@ -51,7 +51,7 @@ def convert(
 
     DST is a directory, or a path that ends in .safetensors for a single file. It appears when everything is written,
     and weights that are there already are replaced. What lies beside the weights in SRC (config, tokenizer, ...) goes
-    along into a directory.
+    along into a directory, unless SRC is a single file.
     """
     started = time.time()
     target = Path(destination)

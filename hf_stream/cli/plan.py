@@ -91,4 +91,4 @@ def _name(file: str) -> str:
 def _carried(conversion: Conversion) -> Iterator[tuple[str, int]]:
     """Path within the checkpoint, and bytes, of each small file."""
     for path in conversion.carried:
-        yield str(path.relative_to(conversion.source.path)), path.stat().st_size
+        yield str(path.relative_to(conversion.directory)), path.stat().st_size

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from samples import files_of, named_tensors, random_bits, same_bits
 
 from hf_stream import convert, open_checkpoint, plan_conversion, save_checkpoint, verify
+from hf_stream.checkpoint.staging import Staging
 from hf_stream.errors import CheckpointError, CopyError
 
 Tensors = Mapping[str, torch.Tensor]
@@ -174,6 +175,15 @@ def test_small_files_go_along_and_weights_do_not(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b", "only.safetensors"}
 
 
+def test_small_files_go_along_with_an_index_and_stay_behind_with_a_single_file(tmp_path: Path) -> None:
+    save_checkpoint({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / "a", max_shard_size=16)
+    (tmp_path / "a/config.json").write_text('{"dtype": "float32"}')
+    convert(tmp_path / "a/model.safetensors.index.json", tmp_path / "b", dtype=torch.float16)
+    assert json.loads(files_of(tmp_path / "b").pop("config.json")) == {"dtype": "float16"}
+    convert(tmp_path / "a/model-00001-of-00002.safetensors", tmp_path / "c")
+    assert set(files_of(tmp_path / "c")) == {"model.safetensors"}
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -274,6 +284,20 @@ def test_a_verification_that_fails_leaves_nothing_to_take_up(tmp_path: Path, mon
             convert(tmp_path / "a", tmp_path / "b", verify=True)
     assert {path.name for path in tmp_path.iterdir()} == {"a"}
     convert(tmp_path / "a", tmp_path / "b", verify=True)
+
+
+def test_what_an_earlier_run_had_ready_is_verified_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _source(tmp_path / "a")
+    save_checkpoint({"old": torch.ones(3)}, tmp_path / "b")
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "_replace", lambda *_: _StopAfter(0).update(1))
+        with pytest.raises(KeyboardInterrupt):
+            convert(tmp_path / "a", tmp_path / "b")
+    with (tmp_path / "b/.hf-stream/files/model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x7f")
+    with pytest.raises(CheckpointError, match="would differ from what was to be written"):
+        convert(tmp_path / "a", tmp_path / "b", verify=True)
 
 
 def test_only_the_bytes_that_are_kept_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counting_file) -> None:

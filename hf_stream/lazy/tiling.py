@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hf_stream.copying.geometry import contiguous_stride
 from hf_stream.errors import LazyTensorError
 from hf_stream.lazy.deferred import call_now
 from hf_stream.lazy.sources import Part, Tiles
@@ -65,7 +66,7 @@ def cat(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _left_to_torch(func, tensors, dim)
     dim %= len(shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
-    return _joined(tensors, [(lazy._window, lazy) for lazy in _as_lazies(parts)], dim, shape)
+    return _joined(func, tensors, [(lazy._window, lazy) for lazy in _as_lazies(parts)], dim, shape)
 
 
 def stack(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -77,7 +78,7 @@ def stack(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _left_to_torch(func, tensors, dim)
     dim %= len(shape) + 1
     shape.insert(dim, len(tensors))
-    return _joined(tensors, [(lazy._window.unsqueeze(dim), lazy) for lazy in _as_lazies(tensors)], dim, shape)
+    return _joined(func, tensors, [(lazy._window.unsqueeze(dim), lazy) for lazy in _as_lazies(tensors)], dim, shape)
 
 
 def _sequence_and_dim(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[torch.Tensor], int]:
@@ -114,12 +115,25 @@ def _left_to_torch(func: Any, tensors: Sequence[torch.Tensor], dim: int) -> Any:
 
 
 def _joined(
-    tensors: Sequence[torch.Tensor], parts: Sequence[tuple[torch.Tensor, LazyTensor]], dim: int, shape: Sequence[int]
+    func: Any,
+    tensors: Sequence[torch.Tensor],
+    parts: Sequence[tuple[torch.Tensor, LazyTensor]],
+    dim: int,
+    shape: Sequence[int],
 ) -> LazyTensor:
     dtype = tensors[0].dtype
     for tensor in tensors:
         if tensor.dtype != dtype:
             dtype = torch.promote_types(dtype, tensor.dtype)
     out = torch.empty(shape, dtype=dtype, device="meta")
-    tiles = Tiles([Part(window, lazy._source) for window, lazy in parts], dim, dtype)
+    windows = [window for window, _ in parts]
+    first = tensors[0]
+    if first.dim() > 2 and first.stride() != contiguous_stride(first.shape):
+        # Images may keep their channels last: torch knows when, and its meta version is slow but right.
+        out = func([LazyTensor.from_tensor(tensor)._window for tensor in tensors], dim)
+        order = dense_order(out)
+        assert order is not None  # new memory has no gaps
+        windows = [window.permute(order) for window in windows]
+        dim = order.index(dim)
+    tiles = Tiles([Part(window, lazy._source) for window, (_, lazy) in zip(windows, parts, strict=True)], dim, dtype)
     return LazyTensor(out, tiles, parts[0][1].device)

@@ -423,3 +423,18 @@ def test_bits_of_narrowed_tiles_under_another_dtype() -> None:
     wide = torch.cat([LazyTensor.from_tensor(y)] * 2)[:, :6].unflatten(1, (3, 2))
     expected = torch.view_as_complex(torch.cat([y, y])[:, :6].unflatten(1, (3, 2)))
     assert torch.equal(torch.view_as_complex(wide).materialize(), expected)
+
+
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (0, 1, 2, 3), (3, 2, 1, 0)])
+@pytest.mark.parametrize("size", [(2, 3, 4, 5), (1, 3, 1, 1), (2, 1, 3, 1)])
+def test_joined_images_keep_their_channels_last(join: Callable, order: tuple[int, ...], size: tuple[int, ...]) -> None:
+    x = seeded([size[dim] for dim in order], torch.float32).permute([order.index(dim) for dim in range(4)])
+    row_major = x.contiguous()
+    for parts in ([x, x], [x, row_major], [row_major, x]):
+        for dim in range(4):
+            expected = join(parts, dim)
+            lazy = join([LazyTensor.from_tensor(part) for part in parts], dim)
+            assert lazy.stride() == expected.stride()
+            assert torch.equal(lazy.materialize(), expected)
+            assert torch.equal(lazy.sum((0, 2)).materialize(), expected.sum((0, 2)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 from programs import bits
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hf_stream
@@ -239,6 +241,15 @@ def test_loads_that_overlap_in_any_order_leave_nothing_changed(saved, monkeypatc
     assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
     assert transformers.utils.logging.set_tqdm_hook(None) is None
     assert transformers.PreTrainedModel._load_pretrained_model is overlapping
+
+
+def test_of_a_name_in_two_files_the_last_counts_as_in_transformers(saved, tmp_path):
+    shutil.copytree(saved("llama", sharded=True), tmp_path / "model")
+    first, *_, last = sorted((tmp_path / "model").glob("*.safetensors"))
+    (name, tensor), *_ = load_file(first).items()
+    save_file({**load_file(last), name: tensor + 1}, last, {"format": "pt"})
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert_same(hf_stream.from_pretrained(transformers.LlamaForCausalLM, tmp_path / "model"), plain)
 
 
 def test_files_are_not_mapped_if_transformers_is_told_not_to(saved):

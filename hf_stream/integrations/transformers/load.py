@@ -152,7 +152,9 @@ def _open(
         return {name: LazyTensor.from_tensor(tensor) for name, tensor in state_dict.items()}
     files = checkpoint_files or []
     if files and all(file.endswith(".safetensors") for file in files):
-        return open_files(load_config.pretrained_model_name_or_path or files[0], files)
+        # One by one: of a name in two files, transformers takes the last.
+        opened = (open_files(load_config.pretrained_model_name_or_path or file, [file]) for file in files)
+        return {name: tensor for checkpoint in opened for name, tensor in checkpoint.items()}
     loaded: dict[str, torch.Tensor] = {}
     for file in files:
         # As in transformers, whatever `weights_only` says: no pickle is executed.

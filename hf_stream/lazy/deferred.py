@@ -136,8 +136,8 @@ def lazies_in(tree: Any) -> list[LazyTensor]:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Run torch ops as they were recorded: what autocast or a default device do to an op is done already."""
-    with torch.no_grad(), torch._C._DisableAutocast(), torch._C.DisableTorchFunction():
+    """Run torch ops as they were recorded: what autograd and autocast do to an op is done already."""
+    with torch.no_grad(), torch._C._DisableAutocast():
         yield
 
 

@@ -94,7 +94,6 @@ def lower(lazy: LazyTensor, dst: Region, name: str = "") -> Iterator[Copy | Pend
             todo.extend(reversed(pieces))
         else:
             box.source = _built(source)
-            box.casts = (source.dtype, *box.casts)
             box.dtype = source.dtype
             todo.append(box)
 

@@ -140,11 +140,9 @@ class LazyTensor(torch.Tensor):
         return twin.requires_grad_(self.requires_grad)  # type: ignore[return-value]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
-        if id(self) not in memo:
-            twin = memo[id(self)] = self.__copy__()
-            twin.__dict__.update(copy.deepcopy(self.attributes, memo))
-        known: LazyTensor = memo[id(self)]
-        return known
+        twin = memo[id(self)] = self.__copy__()
+        twin.__dict__.update(copy.deepcopy(self.attributes, memo))
+        return twin
 
     def tolist(self) -> Any:
         """The values as nested lists, read now."""

@@ -38,6 +38,7 @@ def lazy_zeros(*shape: int) -> LazyTensor:
         (lambda x, y: x.t().contiguous().view(4, 4, 64).half().transpose(0, 1), 1),
         (lambda x, y: x.t().reshape(-1).view(32, 32), 1),
         (lambda x, y: x.t().reshape(-1)[: 16 * 48].view(16, 48), 6),
+        (lambda x, y: x.t().reshape(-1).unfold(0, 8, 1), 16),
         (lambda x, y: torch.cat([x, y])[:0], 0),
         (lambda x, y: x.expand(1000, 64, 16), 1),
     ],

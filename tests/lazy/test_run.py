@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +31,10 @@ def on_file(tensor: torch.Tensor, path: Path, start: int = 0) -> LazyTensor:
 
 def test_one_lazy_given_twice_becomes_one_tensor() -> None:
     lazy, other = LazyTensor.from_tensor(X), LazyTensor.from_tensor(X)
-    first, second, third = materialize([lazy, lazy, other])
+    updates: list[int] = []
+    bar = SimpleNamespace(update=updates.append)
+    first, second, third = materialize([lazy, lazy, other], progress=bar)
+    assert sum(updates) == 2 * X.nbytes
     assert first is second
     assert third is not first
     assert third.data_ptr() != first.data_ptr() != X.data_ptr()
@@ -76,13 +80,8 @@ def test_write_into_casts_names_and_counts(tmp_path: Path) -> None:
     out = torch.zeros(4, 6, dtype=torch.bfloat16)
     both = torch.zeros(2, 4, 6)
     updates: list[int] = []
-
-    class Bar:
-        def update(self, nbytes: int) -> None:
-            updates.append(nbytes)
-
     jobs = [(lazy, Region.of(out), "a"), (X, Region.of(both[0]), "b"), (lazy + 1, Region.of(both[1]), "c")]
-    write_into(jobs, progress=Bar())
+    write_into(jobs, progress=SimpleNamespace(update=updates.append))
     assert torch.equal(out, X.bfloat16())
     assert torch.equal(both, torch.stack([X, X + 1]))
     assert sum(updates) == X.numel() * (2 + 4 + 4)

@@ -54,6 +54,32 @@ def test_every_parameter_and_buffer_equals_plain_transformers(saved, name, shard
     assert_same(hf_stream.from_pretrained(cls, path, **ARGUMENTS[arguments]), plain)
 
 
+@pytest.mark.parametrize("where", ["subfolder", "variant", "bin", "bin_beside_safetensors", "other_names"])
+def test_arguments_that_say_which_files_to_read(random_model, tmp_path, where):
+    model, arguments = random_model("llama"), {}
+    if where == "subfolder":
+        model.save_pretrained(tmp_path / "inner")
+        arguments = {"subfolder": "inner"}
+    elif where == "variant":
+        model.save_pretrained(tmp_path, variant="fp16", max_shard_size="12KB")
+        arguments = {"variant": "fp16"}
+    else:
+        model.config.save_pretrained(tmp_path)
+        tensors = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+        if where == "bin_beside_safetensors":
+            model.save_pretrained(tmp_path)
+            arguments = {"use_safetensors": False}
+        elif where == "other_names":
+            renamed = {name.replace("model.", "old."): tensor for name, tensor in tensors.items()}
+            save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+            arguments = {"key_mapping": {"^old": "model"}}
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path, **arguments)
+    shifted = where not in ("subfolder", "variant")
+    assert torch.equal(plain.lm_head.weight, model.lm_head.weight + shifted)
+    assert_same(hf_stream.from_pretrained(transformers.LlamaForCausalLM, tmp_path, **arguments), plain)
+
+
 def test_missing_unexpected_and_mismatched_keys_are_reported_and_initialised_as_by_transformers(saved, tmp_path):
     path = saved("llama")
     tensors = dict(hf_stream.open_checkpoint(path))

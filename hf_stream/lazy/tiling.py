@@ -25,6 +25,9 @@ def clone(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     window = lazy._window
     dtype = kwargs.get("dtype") or window.dtype
     device = torch.device(kwargs.get("device") or lazy.device)
+    if device.type == "cuda" and device.index is None:
+        # As torch has it: no tensor is on 'cuda' without a number, and to others on 'cuda:0' it would be elsewhere.
+        device = torch.device("cuda", torch.cuda.current_device())
     memory_format = kwargs.get("memory_format") or torch.preserve_format
     preserve = memory_format == torch.preserve_format
     if memory_format == torch.contiguous_format or (preserve and window.is_contiguous()):

@@ -438,3 +438,11 @@ def test_joined_images_keep_their_channels_last(join: Callable, order: tuple[int
             assert lazy.stride() == expected.stride()
             assert torch.equal(lazy.materialize(), expected)
             assert torch.equal(lazy.sum((0, 2)).materialize(), expected.sum((0, 2)))
+
+
+def test_the_current_device_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    moved = [
+        torch.ops.aten._to_copy(LazyTensor.from_tensor(X), device=torch.device(name)) for name in ("cuda", "cuda:3")
+    ]
+    assert torch.cat(moved).device == torch.device("cuda", 3)

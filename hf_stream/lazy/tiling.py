@@ -25,7 +25,7 @@ def clone(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     window = lazy._window
     dtype = kwargs.get("dtype") or window.dtype
     device = torch.device(kwargs.get("device") or lazy.device)
-    if device.type == "cuda" and device.index is None:
+    if str(device) == "cuda":
         # As torch has it: no tensor is on 'cuda' without a number, and to others on 'cuda:0' it would be elsewhere.
         device = torch.device("cuda", torch.cuda.current_device())
     memory_format = kwargs.get("memory_format") or torch.preserve_format

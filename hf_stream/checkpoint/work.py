@@ -6,13 +6,14 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from pathlib import Path
 
 _LOCK = "lock"
 # Some network file systems have no locks: better to save there without one than not at all.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-# Others remove it between two steps of ours once in a while, but not that often: then it cannot be made at all.
-_ATTEMPTS = 1000
+# Others may remove it between two steps of ours again and again, but not for that long: then it cannot be made at all.
+_PATIENCE_SECONDS = 2.0
 
 
 class WorkDirectory:
@@ -30,14 +31,13 @@ class WorkDirectory:
         self.path = path
         self._fd = -1
         self._made = [parent for parent in path.parents if not parent.exists()]
-        attempts = 0
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while self._fd < 0:
-            attempts += 1
             try:
                 path.mkdir(parents=True, exist_ok=True)
                 fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except (FileNotFoundError, FileExistsError):
-                if attempts == _ATTEMPTS or (os.path.lexists(path) and not path.is_dir()):
+                if time.monotonic() > deadline or (os.path.lexists(path) and not path.is_dir()):
                     raise
                 continue  # its last user has just removed the directory
             self._fd = self._lock(fd)

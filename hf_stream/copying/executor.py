@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from hf_stream.copying.cuda import devices_of, synchronize
+from hf_stream.copying.moves import Runs
 from hf_stream.copying.plan import Copy, Plan
 from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.schedule import Move, schedule
@@ -120,8 +121,11 @@ class _Crew:
 def _explain(move: Move, error: Exception) -> CopyError:
     """The error with what it was about: tensor, both sides and where in them."""
     copy = move.copy
+    # Neighbours that go in one system call fail together.
+    names = list(dict.fromkeys(run.copy.name for run in move.runs)) if isinstance(move, Runs) else [copy.name]
+    subject = f"'{names[0]}'" if len(names) == 1 else f"'{names[0]}' or one of the next {len(names) - 1} tensors"
     explained = CopyError(
-        f"'{copy.name}': copying {copy.src.nbytes} bytes from {copy.src.storage.name} (at byte {copy.src.offset}) "
+        f"{subject}: copying {copy.src.nbytes} bytes from {copy.src.storage.name} (at byte {copy.src.offset}) "
         f"to {copy.dst.storage.name} (at byte {copy.dst.offset}) failed: {error}"
     )
     if isinstance(error, OSError):

@@ -141,6 +141,16 @@ def plain_torch() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class _Inputs:
     """The real tensors that stand in for the lazies among an operation's arguments, filled bit by bit."""
 
@@ -183,7 +193,8 @@ class _Inputs:
             args, kwargs = pytree.tree_map_only(
                 LazyTensor, lambda lazy: self._real[id(lazy)], (self._compute.args, dict(self._compute.kwargs))
             )
-            return self._compute.func(*args, **kwargs)
+            with _default_dtype(self._compute.default_dtype):
+                return self._compute.func(*args, **kwargs)
 
 
 def _in_memory(lazy: LazyTensor) -> torch.Tensor | None:

@@ -74,9 +74,10 @@ class Compute:
     Attributes:
         inputs: The lazies among its arguments, each once.
         results: What it gives, as meta tensors: sizes, dtypes and dense strides that its outputs keep.
+        default_dtype: Torch's default when it was recorded: some ops promote to it.
     """
 
-    __slots__ = ("args", "func", "inputs", "kwargs", "results")
+    __slots__ = ("args", "default_dtype", "func", "inputs", "kwargs", "results")
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class Compute:
         self.kwargs = kwargs
         self.inputs = inputs
         self.results = results
+        self.default_dtype = torch.get_default_dtype()
 
 
 @dataclass(frozen=True, slots=True)

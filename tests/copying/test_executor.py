@@ -227,3 +227,21 @@ def test_casts_go_to_any_byte_of_a_file(tmp_path):
         execute([Copy(Region.of(half), target) for half, target in zip(halves, targets, strict=True)])
     expected = torch.cat(halves, 1).bfloat16()
     assert (tmp_path / "out").read_bytes()[1:] == expected.view(torch.uint8).numpy().tobytes()
+
+
+def test_neighbours_that_are_read_in_one_call_are_all_named_as_possible_culprits(tmp_path):
+    path = tmp_path / "source"
+    path.write_bytes(bytes(800))
+    with FileStorage(path) as source:
+        os.truncate(path, 500)
+        copies = [
+            Copy(
+                Region.contiguous(source, torch.uint8, (200,), at),
+                Region.of(torch.empty(200, dtype=torch.uint8)),
+                (),
+                name,
+            )
+            for at, name in ((0, "a"), (200, "b"), (400, "c"))
+        ]
+        with pytest.raises(CopyError, match="'a' or one of the next 2 tensors"):
+            execute(copies)

@@ -207,3 +207,14 @@ def test_errors_of_inner_reads_reach_the_caller(tmp_path) -> None:
     for broken in (lazy, lazy + 1, torch.cat([lazy, lazy]).exp()):
         with pytest.raises(OSError, match="cut"):
             broken.materialize()
+
+
+def test_promotion_follows_the_default_dtype_of_the_moment_an_op_was_recorded() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        lazy, real = LazyTensor.from_tensor(torch.arange(3)) / 2, torch.arange(3) / 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert lazy.materialize().dtype == real.dtype == torch.float64
+    assert torch.equal(lazy.materialize(), real)
+    assert torch.get_default_dtype() == torch.float32

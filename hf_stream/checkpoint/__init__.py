@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hf_stream.checkpoint.convert import AnyLayout, Conversion, convert, plan_conversion
+from hf_stream.checkpoint.convert import Conversion, convert, plan_conversion
 from hf_stream.checkpoint.load import load_into
+from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint, open_files
 from hf_stream.checkpoint.save import save_checkpoint
 from hf_stream.checkpoint.staging import settle
@@ -17,6 +18,7 @@ __all__ = [
     "Conversion",
     "Difference",
     "Differences",
+    "apply_layout",
     "convert",
     "load_into",
     "open_checkpoint",

@@ -32,6 +32,16 @@ def find_carried(directory: Path) -> Iterator[Path]:
                 yield path
 
 
+def left_behind(directory: Path, read: Iterable[str]) -> list[str]:
+    """Weights under `directory` that are neither read nor carried: other formats, and those in other folders."""
+    known = {os.path.realpath(path) for path in read}
+    return [
+        os.path.relpath(path, directory)
+        for path in sorted(directory.rglob("*"))
+        if _WEIGHTS.fullmatch(path.name) and path.suffix != ".json" and os.path.realpath(path) not in known
+    ]
+
+
 def carry(staging: Staging, directory: Path, files: Iterable[Path], dtype: torch.dtype | None) -> None:
     """Stage files of `directory`; the config is made to say what dtype the weights have now, if one is given.
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hf_stream.checkpoint.carried import carry, find_carried
+from hf_stream.checkpoint.carried import carry, find_carried, left_behind
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles
+from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging
@@ -25,11 +27,12 @@ from hf_stream.errors import CheckpointError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.lazy import fingerprint, reads, working_set, write_into
 
-AnyLayout = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".json"
 _NO_LIMIT = 1 << 63
+_LISTED = 5
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def plan_conversion(
     """Work out what `convert` would do; reads headers only. Arguments and errors as there."""
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     with collector_paused():
-        tensors = dict(checkpoint if layout is None else layout(checkpoint))
+        tensors = apply_layout(layout, checkpoint)
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         files = CheckpointFiles.plan(
@@ -150,6 +153,7 @@ def convert(
         raise CheckpointError(f"'{target}': no tensors are left to write; use a layout that keeps some")
     directory = target if file is None else target.parent
     _check_apart(conversion.source, directory, file)
+    _warn_of_others(conversion)
     staging = Staging(directory, conversion.fingerprint() if resume else None, file=file)
     keep = resume
     try:
@@ -168,6 +172,20 @@ def convert(
     finally:
         staging.abandon(keep=keep)
     return target
+
+
+def _warn_of_others(conversion: Conversion) -> None:
+    if conversion.source.path.is_dir():
+        read = (storage.name for storage in conversion.source.storages.values())
+        others = left_behind(conversion.source.path, read)
+        if others:
+            listed = ", ".join(f"'{name}'" for name in others[:_LISTED])
+            logger.warning(
+                "%s: %d other weight files are not converted and stay behind: %s",
+                conversion.source.path,
+                len(others),
+                listed,
+            )
 
 
 def _pattern(file: str) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
 from hf_stream.checkpoint.open import open_checkpoint
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress, progress_bar
@@ -78,7 +79,7 @@ def verify(
     a: str | os.PathLike[str] | Mapping[str, torch.Tensor],
     b: str | os.PathLike[str] | Mapping[str, torch.Tensor],
     *,
-    layout: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None,
+    layout: AnyLayout | None = None,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Differences:
@@ -97,7 +98,7 @@ def verify(
     first: Mapping[str, torch.Tensor] = a if isinstance(a, Mapping) else open_checkpoint(a)
     second: Mapping[str, torch.Tensor] = b if isinstance(b, Mapping) else open_checkpoint(b)
     if layout is not None:
-        first = layout(first)
+        first = apply_layout(layout, first)
     found = Differences(
         missing=[name for name in first if name not in second], extra=[name for name in second if name not in first]
     )

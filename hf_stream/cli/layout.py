@@ -11,8 +11,8 @@ import click
 import torch
 
 from hf_stream import layouts
+from hf_stream.checkpoint import AnyLayout, apply_layout
 from hf_stream.errors import CheckpointError, HfStreamError, LayoutError
-from hf_stream.layouts import AnyLayout
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -90,23 +90,11 @@ def _inverse(spec: str, layout: AnyLayout) -> AnyLayout:
 
 def _apply(spec: str, layout: AnyLayout, tensors: Tensors) -> Tensors:
     try:
-        result = layout(tensors)
+        return apply_layout(layout, tensors)
     except (Exception, SystemExit) as error:
         if _is_file(spec) or isinstance(error, HfStreamError):
             raise _failure(spec, error) from error
         raise
-    if _is_file(spec):
-        _check(spec, result)
-    return result
-
-
-def _check(spec: str, result: object) -> None:
-    if not isinstance(result, Mapping):
-        raise LayoutError(f"layout '{spec}' must return a mapping of names to tensors, got {type(result).__name__}")
-    for name, tensor in result.items():
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            kinds = f"{type(name).__name__} to {type(tensor).__name__}"
-            raise LayoutError(f"layout '{spec}' must map str to Tensor, got {kinds} at {name!r}")
 
 
 def _failure(spec: str, error: BaseException) -> LayoutError:

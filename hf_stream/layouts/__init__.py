@@ -1,11 +1,12 @@
 """Names and shapes, both ways: rules, `Layout`, and layouts ready made."""
 
+from hf_stream.checkpoint import AnyLayout
 from hf_stream.layouts.joining import Concat, Split, Stack, Unstack
 from hf_stream.layouts.layout import Layout
 from hf_stream.layouts.naming import Apply, Drop, Rename
 from hf_stream.layouts.packed_gate_up import packed_gate_up
 from hf_stream.layouts.packed_qkv import packed_qkv
-from hf_stream.layouts.registry import AnyLayout, get, load, names
+from hf_stream.layouts.registry import get, load, names
 from hf_stream.layouts.reshaping import Cast, Rearrange, Slice, Transpose
 from hf_stream.layouts.rule import Rule
 from hf_stream.layouts.stacked_experts import stacked_experts

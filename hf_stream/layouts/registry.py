@@ -5,20 +5,18 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
+from hf_stream.checkpoint import AnyLayout
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.layout import Layout
 from hf_stream.layouts.packed_gate_up import packed_gate_up
 from hf_stream.layouts.packed_qkv import packed_qkv
 from hf_stream.layouts.stacked_experts import stacked_experts
 
-AnyLayout = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """A `Layout`, or any other callable that takes named tensors and returns named tensors."""
 
 _READY_MADE: dict[str, tuple[str, Callable[[object], Layout]]] = {

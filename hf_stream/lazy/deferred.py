@@ -163,7 +163,7 @@ class _Inputs:
         for lazy in compute.inputs:
             if isinstance(lazy._source, Output):
                 continue  # `take` gives a view of the output itself
-            real = _in_memory(lazy)
+            real = in_memory(lazy)
             if real is None:
                 real, elements, place = _buffer_for(lazy, lazy.device)
                 self._plan(elements, place)
@@ -197,7 +197,7 @@ class _Inputs:
                 return self._compute.func(*args, **kwargs)
 
 
-def _in_memory(lazy: LazyTensor) -> torch.Tensor | None:
+def in_memory(lazy: LazyTensor) -> torch.Tensor | None:
     """A lazy view of a real tensor as a real view."""
     source = lazy._source
     if not isinstance(source, Leaf) or not isinstance(source.storage, MemoryStorage):
@@ -233,7 +233,7 @@ def input_nbytes(compute: Compute) -> int:
     return sum(
         _buffer_for(lazy, torch.device("meta"))[0].untyped_storage().nbytes()
         for lazy in compute.inputs
-        if not isinstance(lazy._source, Output) and _in_memory(lazy) is None
+        if not isinstance(lazy._source, Output) and in_memory(lazy) is None
     )
 
 

@@ -13,7 +13,7 @@ from hf_stream.copying.plan import Copy
 from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.region import Region
 from hf_stream.formats.collector import collector_paused
-from hf_stream.lazy.deferred import NOWHERE, plain_torch, run_deferred
+from hf_stream.lazy.deferred import NOWHERE, in_memory, plain_torch, run_deferred
 from hf_stream.lazy.lower import Pending, lower
 from hf_stream.lazy.sources import Compute
 from hf_stream.lazy.tensor import LazyTensor, dress
@@ -110,12 +110,12 @@ def materialize(
         progress: True for a bar in bytes, None for a bar on terminals only, or an object with `update(n)`.
         desc: What the bar says.
         alias: Whether a CPU tensor that lies in a file just as it is may be given as a private (copy-on-write)
-            mapping of the file instead of a copy. Nothing is read then until it is used; the file must not be
-            truncated or written to while the tensor lives.
+            mapping of the file instead of a copy, and a view of a real tensor as just that. Nothing is read then until
+            it is used; the file must not be truncated or written to while the tensor lives.
 
     Returns:
-        The tensors, contiguous, under the same names or in the same order. No gradient flows through them to what
-        the lazies were made of.
+        The tensors, under the same names or in the same order; contiguous, unless they are views of real ones. No
+        gradient flows through them to what the lazies were made of.
 
     Raises:
         CopyError: Reading failed; names the tensor and the file.
@@ -144,7 +144,10 @@ def materialize(
 
 
 def _mapped(lazy: LazyTensor) -> torch.Tensor | None:
-    """The tensor as a private mapping of its file, if it lies there in one piece and as this dtype."""
+    """The tensor as a view of memory, or as a private mapping of a file in which it lies in one piece and as this dtype."""
+    view = in_memory(lazy)
+    if view is not None:
+        return view
     entries = list(islice(lower(lazy, Region.contiguous(NOWHERE, lazy.dtype, lazy.shape)), 2))
     if len(entries) != 1 or not isinstance(entries[0], Copy):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
@@ -116,6 +116,11 @@ class LazyTensor(torch.Tensor):
         else:
             write_into([(self, Region.of(out), "")])
         return out
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for lazies that show the same window of the same source, as tied weights do."""
+        return self._source, tuple(self.shape), self.stride(), self.storage_offset(), self.dtype
 
     @property
     def attributes(self) -> dict[str, Any]:

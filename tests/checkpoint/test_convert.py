@@ -315,3 +315,12 @@ def test_only_the_bytes_that_are_kept_are_read(tmp_path: Path, monkeypatch: pyte
     assert int(storage.read_counts.sum()) - opened == 3 * 256
     rows = torch.cat([tensors["t3"][:2], tensors["t7"][10:11]])
     assert torch.equal(load_file(tmp_path / "b/model.safetensors")["rows"], rows)
+
+
+def test_weights_that_stay_behind_are_named(tmp_path, caplog):
+    source = tmp_path / "source"
+    save_checkpoint({"w": torch.ones(2)}, source)
+    (source / "2_Dense").mkdir()
+    save_file({"w": torch.ones(2)}, source / "2_Dense" / "model.safetensors")
+    convert(source, tmp_path / "out")
+    assert "1 other weight files are not converted and stay behind: '2_Dense/model.safetensors'" in caplog.text

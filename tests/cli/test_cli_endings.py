@@ -56,7 +56,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "layout ends the program": (["plan", "{source}", "-l", "{tmp}/mine.py:ends"], "line 23: SystemExit: 0"),
     "file ends the program": (["plan", "{source}", "-l", "{tmp}/quits.py:x"], "quits.py' failed: SystemExit: 0"),
     "no mapping": (["plan", "{source}", "-l", "{tmp}/mine.py:gives_list"], "must return a mapping of names to tensors"),
-    "no tensors": (["plan", "{source}", "-l", "{tmp}/mine.py:gives_shapes"], "must map str to Tensor, got str to Size"),
+    "no tensors": (
+        ["plan", "{source}", "-l", "{tmp}/mine.py:gives_shapes"],
+        "must return names and tensors, got 'model.embed_tokens.weight': Size",
+    ),
     "no inverse": (["plan", "{source}", "-l", "{tmp}/mine.py:half", "--inverse"], "is a function and has no inverse"),
     "inverse of nothing": (["plan", "{source}", "--inverse"], "give --layout as well"),
     "no directory": (["convert", "{source}", "{tmp}/mine.py/out"], "mine.py"),

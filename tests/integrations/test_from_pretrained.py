@@ -322,3 +322,16 @@ def test_a_layout_with_disk_offload_is_refused_in_words(saved, tmp_path: Path):
             device_map=device_map,
             offload_folder=tmp_path,
         )
+
+
+def test_a_state_dict_of_real_tensors_is_shared_not_copied_as_in_transformers(random_model):
+    tensors = {name: tensor.clone() for name, tensor in random_model("llama").state_dict().items()}
+    config = random_model("llama").config
+    model = hf_stream.from_pretrained(transformers.LlamaForCausalLM, None, config=config, state_dict=tensors)
+    for name, parameter in model.named_parameters():
+        assert parameter.data_ptr() == tensors[name].data_ptr()
+
+
+def test_a_layout_that_returns_nothing_is_refused_in_words(saved):
+    with pytest.raises(hf_stream.LayoutError, match="must return a mapping of names to tensors, got NoneType"):
+        hf_stream.from_pretrained(transformers.LlamaForCausalLM, saved("llama"), layout=lambda tensors: None)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import hf_stream
 from hf_stream.formats.shards import parse_size
+from hf_stream.lazy import LazyTensor
 
 ARCHITECTURES = ["llama", "qwen3_moe", "gpt2", "opt", "t5", "phi3", "mixtral"]
 SHARD = "12KB"
@@ -116,3 +117,20 @@ def test_a_failing_layout_leaves_the_old_checkpoint_alone(random_model, tmp_path
     with pytest.raises(ZeroDivisionError):
         hf_stream.save_pretrained(model, tmp_path, layout=lambda _: 1 / 0)
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_lazies_are_saved_as_what_they_show_and_tied_ones_once(random_model, saved, tmp_path, name):
+    source = hf_stream.from_pretrained(type(random_model(name)), saved(name))
+    lazies = {key: LazyTensor.from_tensor(tensor) for key, tensor in source.state_dict(keep_vars=True).items()}
+    source.save_pretrained(tmp_path / "plain", max_shard_size=SHARD)
+    hf_stream.save_pretrained(source, tmp_path / "ours", state_dict=lazies, max_shard_size=SHARD)
+    assert contents(tmp_path / "ours") == contents(tmp_path / "plain")
+
+
+def test_a_model_of_lazies_is_saved(saved, tmp_path):
+    lazies = dict(hf_stream.open_checkpoint(saved("qwen3_moe")))
+    config = transformers.AutoConfig.from_pretrained(saved("qwen3_moe"))
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(None, config=config, state_dict=lazies)
+    hf_stream.save_pretrained(model, tmp_path / "ours")
+    assert not hf_stream.verify(saved("qwen3_moe"), tmp_path / "ours")

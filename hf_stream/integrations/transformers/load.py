@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import _is_on_hf_mount, load_state_dict
 
-from hf_stream.checkpoint import AnyLayout, open_files
+from hf_stream.checkpoint import AnyLayout, apply_layout, open_files
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import LayoutError
@@ -112,7 +112,7 @@ def stream_load(
     tensors = _open(state_dict, checkpoint_files, load_config)
     if request.layout is not None:
         with collector_paused():
-            tensors = request.layout(tensors)
+            tensors = apply_layout(request.layout, tensors)
     with _asking(None), collector_paused(), no_bars(), _no_thread_pool():
         result = load(model, dict(tensors), checkpoint_files, load_config, expected_keys)
     materialize_model(model, request, alias=_may_map(checkpoint_files or (), load_config))

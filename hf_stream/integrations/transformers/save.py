@@ -11,7 +11,7 @@ from huggingface_hub import get_torch_storage_id, get_torch_storage_size
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict, unwrap_model
 
-from hf_stream.checkpoint import AnyLayout
+from hf_stream.checkpoint import AnyLayout, apply_layout
 from hf_stream.checkpoint.files import CheckpointFiles
 from hf_stream.checkpoint.save import write_files
 from hf_stream.checkpoint.staging import Staging
@@ -79,7 +79,7 @@ def save_pretrained(
         with collector_paused():
             tensors, sizes, groups = _saved_tensors(model, state_dict, save_original_format)
             if layout is not None:
-                tensors, sizes, groups = dict(layout(tensors)), {}, {}
+                tensors, sizes, groups = apply_layout(layout, tensors), {}, {}
             files = CheckpointFiles.plan(
                 tensors,
                 max_shard_size=max_shard_size,
@@ -111,14 +111,29 @@ def _saved_tensors(
     for name, tensor in reals.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"'{name}' is a {type(tensor).__name__} and no tensor; leave it out of state_dict=")
-    reals = remove_tied_weights_from_state_dict(reals, model)
+    reals = _without_tied(reals, model)
     lazies: dict[str, torch.Tensor] = {name: LazyTensor.from_tensor(tensor) for name, tensor in reals.items()}
     names = {id(lazy): name for name, lazy in lazies.items()}
     tensors: dict[str, torch.Tensor] = revert_weight_conversion(model, lazies) if save_original_format else lazies
     unchanged = {name: reals[names[id(lazy)]] for name, lazy in tensors.items() if id(lazy) in names}
+    unchanged = {name: real for name, real in unchanged.items() if not isinstance(real, LazyTensor)}
     sizes: dict[str, int] = {name: get_torch_storage_size(real) for name, real in unchanged.items()}
     groups: dict[str, Hashable] = {name: get_torch_storage_id(real) for name, real in unchanged.items()}
     return tensors, sizes, groups
+
+
+def _without_tied(tensors: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """What is left when transformers has removed tied weights, which it knows by their storages.
+
+    Lazies have none: a small tensor stands in for all that show the same.
+    """
+    stand_ins: dict[Hashable, torch.Tensor] = {}
+    looked_at = {
+        name: stand_ins.setdefault(tensor.identity, torch.empty(1)) if isinstance(tensor, LazyTensor) else tensor
+        for name, tensor in tensors.items()
+    }
+    kept: dict[str, torch.Tensor] = remove_tied_weights_from_state_dict(looked_at, model)
+    return {name: tensors[name] if isinstance(tensors[name], LazyTensor) else kept[name] for name in kept}
 
 
 def _obstacle(model: Any, kwargs: Mapping[str, Any]) -> str | None:

@@ -1,0 +1,29 @@
+"""A layout as checkpoints see it: anything callable from named tensors to named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+
+from hf_stream.errors import LayoutError
+
+AnyLayout: TypeAlias = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+def apply_layout(layout: AnyLayout | None, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as the layout names and shapes them; without one, as they are.
+
+    Raises:
+        LayoutError: The layout does not fit, or gives something else than named tensors.
+    """
+    if layout is None:
+        return dict(tensors)
+    result = layout(tensors)
+    if not isinstance(result, Mapping):
+        raise LayoutError(f"a layout must return a mapping of names to tensors, got {type(result).__name__}")
+    for name, tensor in result.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise LayoutError(f"a layout must return names and tensors, got {name!r}: {type(tensor).__name__}")
+    return dict(result)

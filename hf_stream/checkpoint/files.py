@@ -42,10 +42,10 @@ class CheckpointFiles:
     """All weight files of a checkpoint to be.
 
     Attributes:
-        shards: in order.
-        small: other files by name: the index, where there are several shards.
-        entry: the file that makes a directory loadable: the index, or the only shard.
-        family: matches every weight file that an earlier save under these names may have left.
+        shards: In order.
+        small: Other files by name: the index, where there are several shards.
+        entry: The file that makes a directory loadable: the index, or the only shard.
+        family: Matches every weight file that an earlier save under these names may have left.
     """
 
     shards: tuple[ShardFile, ...]

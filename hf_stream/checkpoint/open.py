@@ -29,9 +29,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
     is the same object twice.
 
     Attributes:
-        path: what was opened.
-        metadata: the `__metadata__` of the files (of the first file that has an entry, where they differ).
-        headers: each file's header, by file name.
+        path: What was opened.
+        metadata: The `__metadata__` of the files (of the first file that has an entry, where they differ).
+        headers: Each file's header, by file name.
     """
 
     def __init__(self, path: Path, files: Mapping[str, Path], weight_map: Mapping[str, str] | None = None) -> None:

@@ -31,12 +31,12 @@ def execute(
     """Carry out copies, in an order of its own. No byte moves if the plan cannot be right.
 
     Args:
-        copies: what to copy; a Plan or anything that gives copies.
-        buffer_size: bound in bytes on the temporary memory of all threads together.
-        threads: threads that move bytes, the calling one among them; the default is one per core and at most four.
-        progress: something with `update(nbytes)`, as a tqdm bar has; or True for a bar on stderr, None for a bar if
+        copies: What to copy; a Plan or anything that gives copies.
+        buffer_size: Bound in bytes on the temporary memory of all threads together.
+        threads: Threads that move bytes, the calling one among them; the default is one per core and at most four.
+        progress: Something with `update(nbytes)`, as a tqdm bar has; or True for a bar on stderr, None for a bar if
             stderr is a terminal. `update` is called with the bytes written, by one thread at a time.
-        desc: what the bar calls the work.
+        desc: What the bar calls the work.
 
     Raises:
         CopyError: a region reaches beyond its storage or is read and written at once (before any byte moves), or

@@ -16,9 +16,9 @@ class Touch(NamedTuple):
     """A region of at least one element that something reads or writes.
 
     Attributes:
-        start: first byte, as `region.span` says; so does `stop`.
-        owner: whatever the caller wants back.
-        writes: whether the bytes are written; two reads never conflict.
+        start: First byte, as `region.span` says; so does `stop`.
+        owner: Whatever the caller wants back.
+        writes: Whether the bytes are written; two reads never conflict.
     """
 
     start: int

@@ -18,8 +18,8 @@ class Copy:
     """One region's values into another of the same size.
 
     Attributes:
-        via: dtypes the values pass through on the way from `src.dtype` to `dst.dtype`.
-        name: the tensor this is part of, for errors.
+        via: Dtypes the values pass through on the way from `src.dtype` to `dst.dtype`.
+        name: The tensor this is part of, for errors.
     """
 
     src: Region
@@ -100,7 +100,7 @@ class Plan:
         """Make sure that the copies write every byte of `targets` exactly once, and no other.
 
         Args:
-            targets: the regions to be filled; their bytes lie without gaps, in any order, and apart from each other.
+            targets: The regions to be filled; their bytes lie without gaps, in any order, and apart from each other.
 
         Raises:
             CopyError: as `check` does, and for a byte that no copy writes or a write that misses the targets.

@@ -18,9 +18,9 @@ class Region:
     """Elements of one dtype at regular steps in a storage.
 
     Attributes:
-        size: elements per dimension.
-        stride: steps per dimension in elements, none negative; 0 repeats an element.
-        offset: bytes from the start of the storage to the first element.
+        size: Elements per dimension.
+        stride: Steps per dimension in elements, none negative; 0 repeats an element.
+        offset: Bytes from the start of the storage to the first element.
     """
 
     storage: Storage

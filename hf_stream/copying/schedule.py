@@ -37,8 +37,8 @@ def schedule(copies: Iterable[Copy], share: int) -> list[Move]:
     """Cut copies into moves, in the order of the files.
 
     Args:
-        copies: any copies whose regions lie in their storages.
-        share: bytes of temporary memory that one move may use.
+        copies: Any copies whose regions lie in their storages.
+        share: Bytes of temporary memory that one move may use.
     """
     moves: list[Move] = []
     runs: dict[Hashable, list[Run]] = {}
@@ -199,8 +199,8 @@ def _mosaics(group: list[Loops], share: int) -> Iterator[Mosaic | Tile]:
     """Join loops that fill the gaps of each other; those that leave gaps are cut into tiles.
 
     Args:
-        group: loops of one destination with the same number and distance of rows.
-        share: bytes of temporary memory for one move.
+        group: Loops of one destination with the same number and distance of rows.
+        share: Bytes of temporary memory for one move.
     """
     group.sort(key=lambda loops: loops.copy.dst.offset)
     period = group[0].period

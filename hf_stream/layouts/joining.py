@@ -33,12 +33,12 @@ class Concat(Rule):
     so tensors of unequal extent need `sizes`; joining them without is refused.
 
     Args:
-        srcs: patterns of the tensors, in the order in which they are joined.
-        dst: pattern of the result.
-        dim: the dimension along which they are joined; negative counts from the back.
-        sizes: the proportion of their extents, such as (4, 1, 1); the extents themselves are a proportion as well.
+        srcs: Patterns of the tensors, in the order in which they are joined.
+        dst: Pattern of the result.
+        dim: The dimension along which they are joined; negative counts from the back.
+        sizes: The proportion of their extents, such as (4, 1, 1); the extents themselves are a proportion as well.
             Default: all equal.
-        groups: number of pieces that each tensor is cut into.
+        groups: Number of pieces that each tensor is cut into.
     """
 
     srcs: Sequence[str]
@@ -104,11 +104,11 @@ class Split(Rule):
     The inverse is `Concat`, whose docstring explains `sizes` and `groups`.
 
     Args:
-        src: pattern of the tensor.
-        dsts: patterns of the pieces, in the order in which they stand in the tensor.
-        dim: the dimension that is cut; negative counts from the back.
-        sizes: the proportion of the pieces. Default: all equal.
-        groups: number of groups in which the pieces were dealt.
+        src: Pattern of the tensor.
+        dsts: Patterns of the pieces, in the order in which they stand in the tensor.
+        dim: The dimension that is cut; negative counts from the back.
+        sizes: The proportion of the pieces. Default: all equal.
+        groups: Number of groups in which the pieces were dealt.
     """
 
     src: str
@@ -166,10 +166,10 @@ class Stack(Rule):
     seen, either, that the last ones are missing.
 
     Args:
-        src: pattern of the tensors.
-        dst: pattern of the result.
-        dim: where the new dimension stands in the result; negative counts from the back.
-        count: how many tensors make one result.
+        src: Pattern of the tensors.
+        dst: Pattern of the result.
+        dim: Where the new dimension stands in the result; negative counts from the back.
+        count: How many tensors make one result.
     """
 
     src: str
@@ -202,10 +202,10 @@ class Unstack(Rule):
         # [E, I, H] -> E tensors [I, H], numbered 0 to E - 1
 
     Args:
-        src: pattern of the tensor.
-        dst: pattern of the results; the placeholder that `src` lacks is the number.
-        dim: the dimension that vanishes; negative counts from the back.
-        count: the extent which that dimension must have. Default: any.
+        src: Pattern of the tensor.
+        dst: Pattern of the results; the placeholder that `src` lacks is the number.
+        dim: The dimension that vanishes; negative counts from the back.
+        count: The extent which that dimension must have. Default: any.
     """
 
     src: str
@@ -261,8 +261,8 @@ def _check_alike(group: Sequence[Named], but: int | None = None) -> None:
     """Refuse what torch would refuse later without names, or cast silently.
 
     Args:
-        group: the tensors to be joined.
-        but: the dimension in which they may differ.
+        group: The tensors to be joined.
+        but: The dimension in which they may differ.
     """
     (first_name, first), *others = group
     for name, tensor in others:

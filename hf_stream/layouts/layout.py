@@ -48,7 +48,7 @@ class Layout:
     joins the rules, its second part follows them, and so on.
 
     Args:
-        rules: rules and layouts.
+        rules: Rules and layouts.
     """
 
     __slots__ = ("_stages",)
@@ -117,8 +117,8 @@ class Layout:
             ['qk', 'norm']
 
         Args:
-            src_prefix: stands before every name of the part; empty, or ends with a dot.
-            dst_prefix: stands there afterwards, before every name of the part, those that no rule touches included.
+            src_prefix: Stands before every name of the part; empty, or ends with a dot.
+            dst_prefix: Stands there afterwards, before every name of the part, those that no rule touches included.
                 Default: as before.
         """
         for prefix in (src_prefix, dst_prefix):

@@ -22,8 +22,8 @@ class Rename(Rule):
         # bert.pooler.dense.weight [H, H] -> pooler.dense.weight [H, H]
 
     Args:
-        src: pattern of the old name.
-        dst: pattern of the new name, with the same placeholders.
+        src: Pattern of the old name.
+        dst: Pattern of the new name, with the same placeholders.
     """
 
     src: str
@@ -47,7 +47,7 @@ class Drop(Rule):
         Drop("{prefix:*}.rotary_emb.inv_freq", "{prefix:*}.attn.bias")
 
     Args:
-        patterns: patterns of the names to leave out.
+        patterns: Patterns of the names to leave out.
     """
 
     patterns: tuple[str, ...]
@@ -79,11 +79,11 @@ class Apply(Rule):
         # model.up.w [O, I], model.up.scale [O, 1] -> model.up.w [O, I]
 
     Args:
-        srcs: patterns of the tensors that make one group, or a single one.
-        dsts: patterns of the results, or a single one; the same placeholders as `srcs`.
-        fn: takes the tensors of a group in the order of `srcs`, and returns one tensor, or a sequence of as many as
+        srcs: Patterns of the tensors that make one group, or a single one.
+        dsts: Patterns of the results, or a single one; the same placeholders as `srcs`.
+        fn: Takes the tensors of a group in the order of `srcs`, and returns one tensor, or a sequence of as many as
             there are `dsts`. It must not write into its arguments.
-        inverse: the same in the other direction; without it the rule cannot be inverted.
+        inverse: The same in the other direction; without it the rule cannot be inverted.
     """
 
     srcs: str | Sequence[str]

@@ -18,8 +18,8 @@ def packed_gate_up(*, names: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj"), d
         {'layers.0.mlp.gate_up_proj.weight': [128, 16]}
 
     Args:
-        names: the ends of the names of the gate module and the up module.
-        dst: the end of the packed module's name.
+        names: The ends of the names of the gate module and the up module.
+        dst: The end of the packed module's name.
     """
     if isinstance(names, str) or len(names) != 2:
         raise LayoutError(f"packed_gate_up: names= needs the names of two modules, got {names!r}.")

@@ -48,13 +48,13 @@ def packed_qkv(
     must have equal shapes. A layer may have weights without biases; but a query bias without a key bias is an error.
 
     Args:
-        config: the model's config, an object or a dict; numbers of heads are read from it.
-        style: how the rows are arranged, see above.
-        num_heads: number of query heads; overrides the config.
-        num_key_value_heads: number of key heads and of value heads; overrides the config. Default: `num_heads`.
-        names: how the separate modules are called: "llama" (`self_attn.q_proj`), "bert" (`attention.self.query`), or
+        config: The model's config, an object or a dict; numbers of heads are read from it.
+        style: How the rows are arranged, see above.
+        num_heads: Number of query heads; overrides the config.
+        num_key_value_heads: Number of key heads and of value heads; overrides the config. Default: `num_heads`.
+        names: How the separate modules are called: "llama" (`self_attn.q_proj`), "bert" (`attention.self.query`), or
             the ends of the three modules' names. Default: both of the known ones, whichever is there.
-        dst: the end of the packed module's name. Default: `self_attn.qkv_proj`, `attention.self.qkv`.
+        dst: The end of the packed module's name. Default: `self_attn.qkv_proj`, `attention.self.qkv`.
 
     Raises:
         LayoutError: numbers of heads are missing or do not suit the style, or names and dst do not fit together.

@@ -29,9 +29,9 @@ class Pattern:
     """A compiled pattern. Build it with `compile_patterns`, which shares what the patterns of one rule say.
 
     Attributes:
-        text: the pattern as written.
-        fields: the placeholders' names, in order of appearance.
-        components: the components' texts; None for one that stands for several components, which a search for
+        text: The pattern as written.
+        fields: The placeholders' names, in order of appearance.
+        components: The components' texts; None for one that stands for several components, which a search for
             candidates may not count.
     """
 
@@ -87,8 +87,8 @@ def compile_patterns(texts: Sequence[str], specs: Mapping[str, str] | None = Non
         True
 
     Args:
-        texts: the patterns.
-        specs: what placeholders must stand for (as after the colon), beside what the texts say themselves.
+        texts: The patterns.
+        specs: What placeholders must stand for (as after the colon), beside what the texts say themselves.
 
     Raises:
         LayoutError: a pattern is malformed, or two of them disagree about a placeholder.

@@ -59,8 +59,8 @@ def get(name: str, config: object = None) -> Layout:
         Layout([Concat(['{prefix:*}.mlp.gate_proj.{kind:weight|bias}', ...
 
     Args:
-        name: one of `names()`.
-        config: the model's config, an object or a dict, for sizes.
+        name: One of `names()`.
+        config: The model's config, an object or a dict, for sizes.
 
     Raises:
         LayoutError: the name is not known, or the config lacks a size.
@@ -83,7 +83,7 @@ def load(spec: str, config: object = None) -> AnyLayout:
 
     Args:
         spec: `path/to/file.py:name`.
-        config: the model's config, an object or a dict.
+        config: The model's config, an object or a dict.
 
     Raises:
         LayoutError: there is no such file or name, the file raises an error, or the name stands for something else.

@@ -21,7 +21,7 @@ class _EachRule(Rule):
     """A rule that changes each tensor by itself.
 
     Args:
-        patterns: the pattern of the tensors' names, or several; each pattern stands for itself.
+        patterns: The pattern of the tensors' names, or several; each pattern stands for itself.
     """
 
     patterns: str | Sequence[str]
@@ -55,9 +55,9 @@ class Transpose(_EachRule):
         # [I, O] -> [O, I]
 
     Args:
-        patterns: pattern of the tensors, or several patterns.
-        dim0: one of the dimensions; negative counts from the back.
-        dim1: the other.
+        patterns: Pattern of the tensors, or several patterns.
+        dim0: One of the dimensions; negative counts from the back.
+        dim1: The other.
     """
 
     dim0: int = 0
@@ -81,9 +81,9 @@ class Rearrange(_EachRule):
     The inverse exchanges the sides of the arrow; it needs the sizes of the axes that it has to tell apart.
 
     Args:
-        patterns: pattern of the tensors, or several patterns.
-        recipe: what `einops.rearrange` takes.
-        axes: sizes of the recipe's axes.
+        patterns: Pattern of the tensors, or several patterns.
+        recipe: What `einops.rearrange` takes.
+        axes: Sizes of the recipe's axes.
     """
 
     recipe: str
@@ -129,10 +129,10 @@ class Slice(_EachRule):
         # [50304, H] -> [50257, H]
 
     Args:
-        patterns: pattern of the tensors, or several patterns.
-        dim: the dimension; negative counts from the back.
-        start: the first index to keep; negative counts from the end.
-        stop: the index after the last to keep; negative counts from the end, None is the end. A range that
+        patterns: Pattern of the tensors, or several patterns.
+        dim: The dimension; negative counts from the back.
+        start: The first index to keep; negative counts from the end.
+        stop: The index after the last to keep; negative counts from the end, None is the end. A range that
             reaches beyond the tensor is an error.
     """
 
@@ -164,9 +164,9 @@ class Cast(_EachRule):
     What the dtype was before is not remembered: the inverse exists only when told.
 
     Args:
-        patterns: pattern of the tensors, or several patterns.
-        dtype: the new dtype, floating-point.
-        inverse: the dtype to which the inverse casts. Default: there is no inverse.
+        patterns: Pattern of the tensors, or several patterns.
+        dtype: The new dtype, floating-point.
+        inverse: The dtype to which the inverse casts. Default: there is no inverse.
     """
 
     dtype: torch.dtype

@@ -21,12 +21,12 @@ class Move:
     """One family of groups: tensors whose names fit `srcs` with the same placeholders become those that `dsts` names.
 
     Attributes:
-        srcs: one pattern for each tensor of a group; with `gathers`, one pattern for all of them.
-        dsts: one pattern for each result; with `spreads`, one pattern for all of them; none when the tensor is dropped.
-        key: the placeholders that tell groups apart.
-        gathers: the placeholder that numbers the tensors of a group and is gone afterwards.
-        spreads: the placeholder that numbers the results.
-        count: how many tensors a group has; None when only the end of the input tells.
+        srcs: One pattern for each tensor of a group; with `gathers`, one pattern for all of them.
+        dsts: One pattern for each result; with `spreads`, one pattern for all of them; none when the tensor is dropped.
+        key: The placeholders that tell groups apart.
+        gathers: The placeholder that numbers the tensors of a group and is gone afterwards.
+        spreads: The placeholder that numbers the results.
+        count: How many tensors a group has; None when only the end of the input tells.
     """
 
     srcs: tuple[Pattern, ...]
@@ -53,7 +53,7 @@ class Rule(ABC):
         """Turn the tensors of one group into its results; by default they stay what they are.
 
         Args:
-            group: names and tensors, in the order of the patterns, or of the numbers that a placeholder stands for.
+            group: Names and tensors, in the order of the patterns, or of the numbers that a placeholder stands for.
 
         Raises:
             LayoutError: shapes or dtypes do not fit; says the fact and the remedy, the caller adds names and rule.

@@ -14,8 +14,8 @@ def config_size(config: object, *names: str) -> int | None:
         32
 
     Args:
-        config: any object with attributes, or a dict as in config.json; None has nothing.
-        names: the names by which families of models know the size.
+        config: Any object with attributes, or a dict as in config.json; None has nothing.
+        names: The names by which families of models know the size.
     """
     for part in (config, _get(config, "text_config")):
         for name in names:
@@ -29,9 +29,9 @@ def attention_heads(config: object, num_heads: int | None, num_key_value_heads: 
     """Numbers of query heads and of key (equally value) heads, or None where nobody tells.
 
     Args:
-        config: see `config_size`.
-        num_heads: overrides the config.
-        num_key_value_heads: overrides the config; by default as many as query heads.
+        config: See `config_size`.
+        num_heads: Overrides the config.
+        num_key_value_heads: Overrides the config; by default as many as query heads.
 
     Raises:
         LayoutError: the query heads cannot be shared out evenly among the key heads.

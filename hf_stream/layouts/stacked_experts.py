@@ -34,10 +34,10 @@ def stacked_experts(config: object = None, *, names: str = "qwen", num_experts: 
         {'layers.0.mlp.experts.gate_up_proj': [8, 12, 4], 'layers.0.mlp.experts.down_proj': [8, 4, 6]}
 
     Args:
-        config: the model's config, an object or a dict; the number of experts is read from it.
-        names: how the experts' modules are called: "qwen" (also DeepSeek, GLM and others), or "mixtral", whose
+        config: The model's config, an object or a dict; the number of experts is read from it.
+        names: How the experts' modules are called: "qwen" (also DeepSeek, GLM and others), or "mixtral", whose
             `block_sparse_moe` becomes `mlp` as well.
-        num_experts: overrides the config. Without either, whatever is there is merged, and in a stream the merged
+        num_experts: Overrides the config. Without either, whatever is there is merged, and in a stream the merged
             tensors come at the end; with it, missing experts are an error even where they are the last.
 
     Raises:

@@ -24,7 +24,7 @@ class Stage:
     """Rules side by side: each tensor goes to the one rule that has a pattern for its name, or passes through.
 
     Attributes:
-        rules: the rules, in the order in which they were written.
+        rules: The rules, in the order in which they were written.
     """
 
     __slots__ = ("_dispatcher", "rules")

@@ -144,7 +144,7 @@ def materialize(
 
 
 def _mapped(lazy: LazyTensor) -> torch.Tensor | None:
-    """The tensor as a view of memory, or as a private mapping of a file in which it lies in one piece and as this dtype."""
+    """The tensor as a view of memory, or as a private mapping of a file that has it in one piece and as this dtype."""
     view = in_memory(lazy)
     if view is not None:
         return view

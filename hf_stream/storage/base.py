@@ -14,10 +14,10 @@ class Storage(ABC):
     Subclasses give `read_into` and `write_from`; the rest has defaults that only use these two.
 
     Attributes:
-        name: what errors and plans call this storage (a file's path).
-        nbytes: size in bytes.
-        device: where `window` puts its tensors.
-        addressable: whether `bytes_at` gives the storage's own memory.
+        name: What errors and plans call this storage (a file's path).
+        nbytes: Size in bytes.
+        device: Where `window` puts its tensors.
+        addressable: Whether `bytes_at` gives the storage's own memory.
     """
 
     name: str
@@ -64,11 +64,11 @@ class Storage(ABC):
         """A strided tensor right on the storage's bytes, or None if there can be none (remote, or `offset` unaligned).
 
         Args:
-            offset: bytes from the start of the storage.
-            dtype: of the tensor.
-            size: of the tensor.
-            stride: in elements of `dtype`.
-            writable: whether writes to the tensor must reach the storage; without it they must not be made.
+            offset: Bytes from the start of the storage.
+            dtype: Of the tensor.
+            size: Of the tensor.
+            stride: In elements of `dtype`.
+            writable: Whether writes to the tensor must reach the storage; without it they must not be made.
         """
         del offset, dtype, size, stride, writable
         return None

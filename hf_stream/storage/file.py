@@ -35,7 +35,7 @@ class FileStorage(Storage):
     """A local file, opened once: renaming or replacing its path later changes nothing.
 
     Args:
-        path: an existing file.
+        path: An existing file.
         mode: "r" to read, "r+" to read and write; the size stays as it is.
     """
 

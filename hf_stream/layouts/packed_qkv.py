@@ -8,7 +8,7 @@ from typing import Literal
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.joining import Concat
 from hf_stream.layouts.layout import Layout
-from hf_stream.layouts.sizes import attention_heads
+from hf_stream.layouts.sizes import attention_heads, parts_with_heads
 
 NAMES: dict[str, tuple[tuple[str, str, str], str]] = {
     "llama": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
@@ -59,6 +59,13 @@ def packed_qkv(
     Raises:
         LayoutError: numbers of heads are missing or do not suit the style, or names and dst do not fit together.
     """
+    parts = parts_with_heads(config)
+    if style != "concat" and num_heads is None and len(parts) > 1:
+        # The same names in each of them, but other numbers of heads: rows would be dealt wrongly and still fit.
+        raise LayoutError(
+            f"packed_qkv: style '{style}' deals rows by heads, and the config has {len(parts)} parts with heads: "
+            f"{', '.join(parts)}. Build a layout from each part's own config and put it in its place with .scoped()."
+        )
     sizes, groups = _arrangement(style, attention_heads(config, num_heads, num_key_value_heads))
     rules = []
     for separate, packed in _modules(names, dst):

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from hf_stream.errors import LayoutError
 
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+
 
 def config_size(config: object, *names: str) -> int | None:
     """The first whole number that `config`, or else its `text_config`, has under one of `names`.
@@ -36,7 +38,7 @@ def attention_heads(config: object, num_heads: int | None, num_key_value_heads: 
     Raises:
         LayoutError: the query heads cannot be shared out evenly among the key heads.
     """
-    heads = num_heads or config_size(config, "num_attention_heads", "n_head", "num_heads")
+    heads = num_heads or config_size(config, *_HEADS)
     if heads is None:
         if num_key_value_heads is not None:
             raise LayoutError(f"num_key_value_heads={num_key_value_heads} needs num_heads as well. Pass num_heads=.")
@@ -47,6 +49,12 @@ def attention_heads(config: object, num_heads: int | None, num_key_value_heads: 
             f"{heads} query heads cannot share {kv_heads} key heads evenly. Check num_heads and num_key_value_heads."
         )
     return heads, kv_heads
+
+
+def parts_with_heads(config: object) -> list[str]:
+    """Names of the configs inside `config` that have attention heads of their own: several in multimodal models."""
+    entries = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    return [name for name, part in entries.items() if name.endswith("_config") and config_size(part, *_HEADS)]
 
 
 def _get(config: object, name: str) -> object:

@@ -197,3 +197,15 @@ def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], mes
         packed_qkv(**arguments)
     with pytest.raises(LayoutError, match="two modules"):
         packed_gate_up(names="mlp.gate_proj")
+
+
+def test_parts_with_heads_of_their_own_are_not_dealt_by_those_of_another():
+    config = {"text_config": {"num_attention_heads": 4}, "vision_config": {"num_attention_heads": 2}, "dtype": "x"}
+    for parts in (
+        config,
+        SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in list(config.items())[:2]}),
+    ):
+        with pytest.raises(LayoutError, match=r"2 parts with heads: text_config, vision_config\. .*scoped"):
+            packed_qkv(parts, style="per_head")
+    packed_qkv(config["text_config"], style="per_head")
+    packed_qkv(config)

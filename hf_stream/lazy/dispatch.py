@@ -100,6 +100,11 @@ def _as_strided(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     return out
 
 
+def _layer_norm(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """For 16-bit tensors the meta version promises other dtypes than the CPU kernel gives."""
+    return (call_now if args[0].dtype.itemsize == 2 else _defer)(func, args, kwargs)
+
+
 def _like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`zeros_like`, `new_empty`, ...: a real tensor, made from the metadata alone."""
     lazy = args[0]
@@ -187,6 +192,7 @@ def _foreach_copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 _PHYSICAL_VIEWS = frozenset({aten._conj.default, aten._neg_view.default})
 
 _SPECIAL: dict[Any, Handler] = {
+    aten.native_layer_norm.default: _layer_norm,
     aten.clone.default: clone,
     aten._to_copy.default: clone,
     aten.cat.default: cat,

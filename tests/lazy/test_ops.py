@@ -10,7 +10,7 @@ import torch
 from programs import bits, seeded
 
 from hf_stream.errors import LazyTensorError
-from hf_stream.lazy import LazyTensor, reads
+from hf_stream.lazy import LazyTensor, materialize, reads
 from hf_stream.storage import FileStorage
 
 Op = Callable[[torch.Tensor], object]
@@ -446,3 +446,10 @@ def test_the_current_device_has_a_number(monkeypatch: pytest.MonkeyPatch) -> Non
         torch.ops.aten._to_copy(LazyTensor.from_tensor(X), device=torch.device(name)) for name in ("cuda", "cuda:3")
     ]
     assert torch.cat(moved).device == torch.device("cuda", 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layer_norm_of_half_precision_equals_eager(dtype: torch.dtype) -> None:
+    real = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    result = torch.nn.functional.layer_norm(LazyTensor.from_tensor(real), (8,))
+    assert torch.equal(materialize([result])[0], torch.nn.functional.layer_norm(real, (8,)))

@@ -12,7 +12,7 @@ from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.copying.region import Region
 from hf_stream.errors import CheckpointError
-from hf_stream.lazy import LazyTensor, write_into
+from hf_stream.lazy import LazyTensor, dressed, write_into
 
 _LISTED = 5
 
@@ -64,7 +64,7 @@ def load_into(
             old = targets[source]
             if old.is_meta or isinstance(old, LazyTensor):
                 target = torch.empty(old.shape, dtype=old.dtype, device="cpu" if old.is_meta else old.device)
-                fresh.update(dict.fromkeys(names, _dressed(target, old)))
+                fresh.update(dict.fromkeys(names, dressed(target, old)))
             else:
                 target = old.detach()
                 filled.append(target)
@@ -105,12 +105,3 @@ def _check_fit(
             f"{len(misfits)} tensors do not fit {type(module).__name__}: {'; '.join(misfits[:_LISTED])}{more}. "
             "Use a layout that maps them, or strict=False for names that may be left over"
         )
-
-
-def _dressed(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`value` as the parameter or buffer that `old` was, with the attributes that other code has set on it."""
-    if isinstance(old, nn.Parameter):
-        value = nn.Parameter(value, requires_grad=old.requires_grad)
-    attributes = old.attributes if isinstance(old, LazyTensor) else old.__dict__
-    value.__dict__.update({name: entry for name, entry in attributes.items() if name != "_is_param"})
-    return value

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from hf_stream.lazy.run import materialize, write_into
 from hf_stream.lazy.survey import fingerprint, reads, working_set
-from hf_stream.lazy.tensor import LazyTensor
+from hf_stream.lazy.tensor import LazyTensor, dressed
 
-__all__ = ["LazyTensor", "fingerprint", "materialize", "reads", "working_set", "write_into"]
+__all__ = ["LazyTensor", "dressed", "fingerprint", "materialize", "reads", "working_set", "write_into"]

@@ -16,7 +16,7 @@ from hf_stream.formats.collector import collector_paused
 from hf_stream.lazy.deferred import NOWHERE, in_memory, plain_torch, run_deferred
 from hf_stream.lazy.lower import Pending, lower
 from hf_stream.lazy.sources import Compute
-from hf_stream.lazy.tensor import LazyTensor, dress
+from hf_stream.lazy.tensor import LazyTensor, dressed
 from hf_stream.storage.file import FileStorage
 from hf_stream.storage.memory import advise_huge_pages
 
@@ -136,7 +136,7 @@ def materialize(
             if target.type != "meta":
                 advise_huge_pages(real)
                 jobs.append((tensor, Region.of(real), name))
-        results[id(tensor)] = _dressed(real, tensor)
+        results[id(tensor)] = dressed(real, tensor)
     write_into(jobs, buffer_size=buffer_size, progress=progress, desc=desc)
     if isinstance(tensors, Mapping):
         return {name: results[id(tensor)] for name, tensor in items}
@@ -157,11 +157,3 @@ def _mapped(lazy: LazyTensor) -> torch.Tensor | None:
         return None
     mapped = src.storage.alias(src.offset, src.dtype, src.size)
     return None if mapped is None else mapped.view(lazy.shape)
-
-
-def _dressed(real: torch.Tensor, lazy: LazyTensor) -> torch.Tensor:
-    """`real` as the parameter or plain tensor that `lazy` was, with the attributes set on it."""
-    if isinstance(lazy, torch.nn.Parameter):
-        real = torch.nn.Parameter(real, requires_grad=lazy.requires_grad)
-    dress(real, lazy)
-    return real

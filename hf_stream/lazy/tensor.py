@@ -163,20 +163,20 @@ class LazyTensor(torch.Tensor):
             self._window, self._source = value._window, value._source
             return
         # This very object becomes a real tensor, as its owners expect (`Module.to_empty`, for one).
-        real = value.detach()
-        if isinstance(self, torch.nn.Parameter):
-            real = torch.nn.Parameter(real, requires_grad=self.requires_grad)
-        dress(real, self)
-        torch.utils.swap_tensors(self, real)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(self, dressed(value.detach(), self))  # type: ignore[no-untyped-call]
 
     data = property(_get_data, _set_data)
 
 
-def dress(real: torch.Tensor, lazy: LazyTensor) -> None:
-    """Set on `real` the attributes that other code has set on `lazy`."""
-    for name, value in lazy.attributes.items():
+def dressed(real: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`real` as the parameter or plain tensor that `like` is, with the attributes that other code has set on it."""
+    if isinstance(like, torch.nn.Parameter):
+        real = torch.nn.Parameter(real, requires_grad=like.requires_grad)
+    attributes = like.attributes if isinstance(like, LazyTensor) else like.__dict__
+    for name, value in attributes.items():
         if name != "_is_param":
             setattr(real, name, value)
+    return real
 
 
 @cache

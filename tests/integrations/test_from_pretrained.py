@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hf_stream
-from hf_stream.layouts import Layout, Rename, packed_gate_up, packed_qkv
+from hf_stream.layouts import Drop, Layout, Rename, packed_gate_up, packed_qkv
 from hf_stream.lazy import LazyTensor
 
 ARCHITECTURES = ["llama", "qwen3_moe", "gpt2", "opt", "t5", "phi3", "mixtral"]
@@ -330,6 +330,21 @@ def test_a_state_dict_of_real_tensors_is_shared_not_copied_as_in_transformers(ra
     model = hf_stream.from_pretrained(transformers.LlamaForCausalLM, None, config=config, state_dict=tensors)
     for name, parameter in model.named_parameters():
         assert parameter.data_ptr() == tensors[name].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2", "mixtral"])
+def test_every_byte_of_what_is_kept_is_read_once_and_of_what_is_dropped_never(saved, counting_file, monkeypatch, name):
+    opened = []
+    counted = lambda path: opened.append(counting_file(path)) or opened[-1]  # noqa: E731
+    monkeypatch.setattr("hf_stream.checkpoint.open.FileStorage", counted)
+    layout = Layout([Drop("{model:*}.layers.1.{rest:+}")]) if name != "gpt2" else None
+    # A cast of everything: nothing is left as a mapping of the file, whose reads nobody could count.
+    hf_stream.from_pretrained(transformers.AutoModelForCausalLM, saved(name, True), layout=layout, dtype=torch.float64)
+    headers = hf_stream.open_checkpoint(saved(name, True)).headers
+    for file in opened[: len(headers)]:
+        for tensor, info in headers[Path(file.name).name].tensors.items():
+            times = 0 if layout is not None and ".layers.1." in tensor else 1
+            assert (file.read_counts[info.start : info.stop] == times).all(), tensor
 
 
 def test_a_layout_that_returns_nothing_is_refused_in_words(saved):

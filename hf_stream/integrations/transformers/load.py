@@ -109,12 +109,10 @@ def stream_load(
                 f"a layout cannot be combined with {obstacle}; convert the checkpoint first, with hf_stream.convert"
             )
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
-    tensors = _open(state_dict, checkpoint_files, load_config)
-    if request.layout is not None:
-        with collector_paused():
-            tensors = apply_layout(request.layout, tensors)
+    with collector_paused():
+        tensors = apply_layout(request.layout, _open(state_dict, checkpoint_files, load_config))
     with _asking(None), collector_paused(), no_bars(), _no_thread_pool():
-        result = load(model, dict(tensors), checkpoint_files, load_config, expected_keys)
+        result = load(model, tensors, checkpoint_files, load_config, expected_keys)
     materialize_model(model, request, alias=_may_map(checkpoint_files or (), load_config))
     return result
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import time
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class WorkDirectory:
                 path.mkdir(parents=True, exist_ok=True)
                 fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except (FileNotFoundError, FileExistsError):
-                if time.monotonic() > deadline or (os.path.lexists(path) and not path.is_dir()):
+                if time.monotonic() > deadline or _is_no_directory(path):
                     raise
                 continue  # its last user has just removed the directory
             self._fd = self._lock(fd)
@@ -103,6 +104,15 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _is_no_directory(path: Path) -> bool:
+    """Whether something else stands there; one look, as a directory may go between two."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return False
+    return not (path.is_dir() if stat.S_ISLNK(mode) else stat.S_ISDIR(mode))
 
 
 def _is_at(fd: int, path: Path) -> bool:

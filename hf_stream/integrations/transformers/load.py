@@ -25,8 +25,8 @@ from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import LayoutError
 from hf_stream.formats.collector import collector_paused
-from hf_stream.integrations.transformers.bars import no_bars
-from hf_stream.integrations.transformers.shared import Shared
+from hf_stream.formats.shared import Shared
+from hf_stream.layouts.transformers_engine import no_bars, no_thread_pool
 from hf_stream.lazy import LazyTensor, materialize
 
 Loader = Callable[..., Any]
@@ -111,7 +111,7 @@ def stream_load(
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
     with collector_paused():
         tensors = apply_layout(request.layout, _open(state_dict, checkpoint_files, load_config))
-    with _asking(None), collector_paused(), no_bars(), _no_thread_pool():
+    with _asking(None), collector_paused(), no_bars(), no_thread_pool():
         result = load(model, tensors, checkpoint_files, load_config, expected_keys)
     materialize_model(model, request, alias=_may_map(checkpoint_files or (), load_config))
     return result
@@ -176,22 +176,6 @@ def _obstacle(load_config: Any) -> str | None:
     if is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         return "DeepSpeed ZeRO-3"
     return None
-
-
-@Shared
-@contextmanager
-def _no_thread_pool() -> Iterator[None]:
-    """Transformers' loading threads have nothing to wait for here, and slow symbolic work down."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
 
 
 _plain_load: Loader = PreTrainedModel._load_pretrained_model

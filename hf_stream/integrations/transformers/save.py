@@ -20,7 +20,7 @@ from hf_stream.copying.progress import Progress
 from hf_stream.errors import CheckpointError, LayoutError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, add_variant, shard_pattern
-from hf_stream.integrations.transformers.bars import no_bars
+from hf_stream.layouts.transformers_engine import no_bars
 from hf_stream.lazy import LazyTensor
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_stream.checkpoint.convert import Conversion, convert, plan_conversion
+from hf_stream.checkpoint.convert import Conversion, convert, plan_conversion, run_conversion
 from hf_stream.checkpoint.load import load_into
 from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint, open_files
@@ -24,6 +24,7 @@ __all__ = [
     "open_checkpoint",
     "open_files",
     "plan_conversion",
+    "run_conversion",
     "save_checkpoint",
     "settle",
     "verify",

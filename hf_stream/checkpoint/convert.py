@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from hf_stream.checkpoint.carried import carry, find_carried, left_behind
-from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles
+from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles, ShardFile
 from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.save import reserve
@@ -45,6 +45,7 @@ class Conversion:
         files: The weight files to write.
         carried: Other files of the source directory that go along.
         dtype: What floating-point tensors become, or None.
+        file: The name of the one file that is to be written, or None for a directory.
     """
 
     source: Checkpoint
@@ -52,6 +53,7 @@ class Conversion:
     files: CheckpointFiles
     carried: tuple[Path, ...]
     dtype: torch.dtype | None
+    file: str | None = None
 
     @property
     def directory(self) -> Path:
@@ -81,22 +83,26 @@ class Conversion:
 
 def plan_conversion(
     source: str | os.PathLike[str] | Checkpoint,
+    destination: str | os.PathLike[str] | None = None,
     *,
     layout: AnyLayout | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
-    pattern: str = DEFAULT_PATTERN,
 ) -> Conversion:
-    """Work out what `convert` would do; reads headers only. Arguments and errors as there."""
+    """Work out what `convert` would do; reads headers only. Arguments and errors as there; by default a directory."""
+    file = _single_file(destination)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     with collector_paused():
         tensors = apply_layout(layout, checkpoint)
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         files = CheckpointFiles.plan(
-            tensors, max_shard_size=max_shard_size, metadata=checkpoint.metadata, pattern=pattern
+            tensors,
+            max_shard_size=max_shard_size if file is None else _NO_LIMIT,
+            metadata=checkpoint.metadata,
+            pattern=DEFAULT_PATTERN if file is None else _pattern(file),
         )
-    conversion = Conversion(checkpoint, tensors, files, (), dtype)
+    conversion = Conversion(checkpoint, tensors, files, (), dtype, file)
     if checkpoint.path.is_dir() or checkpoint.path.suffix == _INDEX_SUFFIX:  # who names one file means one file
         conversion = dataclasses.replace(conversion, carried=tuple(find_carried(conversion.directory)))
     return conversion
@@ -140,15 +146,26 @@ def convert(
             been written then.
         CopyError: Reading or writing failed. Finished shards are kept for the next run if `resume`.
     """
-    target = Path(destination)
-    file = target.name if target.suffix == _SUFFIX else None
-    conversion = plan_conversion(
-        source,
-        layout=layout,
-        dtype=dtype,
-        max_shard_size=max_shard_size if file is None else _NO_LIMIT,
-        pattern=DEFAULT_PATTERN if file is None else _pattern(file),
-    )
+    conversion = plan_conversion(source, destination, layout=layout, dtype=dtype, max_shard_size=max_shard_size)
+    run_conversion(conversion, destination, resume=resume, verify=verify, buffer_size=buffer_size, progress=progress)
+    return Path(destination)
+
+
+def run_conversion(
+    conversion: Conversion,
+    destination: str | os.PathLike[str],
+    *,
+    resume: bool = True,
+    verify: bool = False,
+    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    progress: bool | Progress | None = None,
+) -> list[ShardFile]:
+    """Do what was planned for this destination; arguments and errors as in `convert`.
+
+    Returns:
+        The weight files that this run wrote, without those kept from an interrupted one.
+    """
+    target, file = Path(destination), conversion.file
     if not conversion.tensors:
         raise CheckpointError(f"'{target}': no tensors are left to write; use a layout that keeps some")
     directory = target if file is None else target.parent
@@ -156,12 +173,13 @@ def convert(
     _warn_of_others(conversion)
     staging = Staging(directory, conversion.fingerprint() if resume else None, file=file)
     keep = resume
+    written: list[ShardFile] = []
     try:
         if not staging.completed:
             regions = reserve(staging, conversion.files)
             if file is None:
-                carry(staging, conversion.directory, conversion.carried, dtype)
-            _write_shards(staging, conversion.files, conversion.tensors, regions, buffer_size, progress)
+                carry(staging, conversion.directory, conversion.carried, conversion.dtype)
+            written = _write_shards(staging, conversion.files, conversion.tensors, regions, buffer_size, progress)
             wrong = verify and _differences(conversion, staging.path, buffer_size, progress)
             if wrong:
                 keep = False
@@ -171,7 +189,7 @@ def convert(
             raise _would_differ(target, wrong)
     finally:
         staging.abandon(keep=keep)
-    return target
+    return written
 
 
 def _warn_of_others(conversion: Conversion) -> None:
@@ -186,6 +204,11 @@ def _warn_of_others(conversion: Conversion) -> None:
                 len(others),
                 listed,
             )
+
+
+def _single_file(destination: str | os.PathLike[str] | None) -> str | None:
+    path = Path(destination or "")
+    return path.name if path.suffix == _SUFFIX else None
 
 
 def _pattern(file: str) -> str:
@@ -227,7 +250,7 @@ def _write_shards(
     regions: Mapping[str, Region],
     buffer_size: int,
     progress: bool | Progress | None,
-) -> None:
+) -> list[ShardFile]:
     todo = [shard for shard in files.shards if shard.name not in staging.finished]
     total = sum(info.nbytes for shard in todo for info in shard.header.tensors.values())
     with progress_bar(progress, total, "Converting") as bar:
@@ -235,3 +258,4 @@ def _write_shards(
             jobs = [(tensors[name], regions[name], name) for name in shard.header.tensors]
             write_into(jobs, buffer_size=buffer_size, progress=bar or False)
             staging.finish(shard.name)
+    return todo

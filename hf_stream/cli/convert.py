@@ -6,21 +6,16 @@ import dataclasses
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 import torch
 
-import hf_stream
-from hf_stream.checkpoint import Conversion, open_checkpoint, plan_conversion
+from hf_stream.checkpoint import Conversion, plan_conversion, run_conversion
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, ShardFile
 from hf_stream.cli.arguments import layout_options, output_options, quiet_option, source_argument
 from hf_stream.cli.layout import chosen_layout
 from hf_stream.cli.program import say
 from hf_stream.cli.text import count, size
-
-_SUFFIX = ".safetensors"
-_UNLIMITED = 2**63
 
 
 @click.command()
@@ -54,40 +49,27 @@ def convert(
     along into a directory, unless SRC is a single file.
     """
     started = time.time()
-    target = Path(destination)
-    single = target.suffix == _SUFFIX
-    if single and max_shard_size:
+    conversion = plan_conversion(
+        source,
+        destination,
+        layout=chosen_layout(specs, inverse, source),
+        dtype=dtype,
+        max_shard_size=max_shard_size or DEFAULT_MAX_SHARD_SIZE,
+    )
+    if conversion.file and max_shard_size:
         raise click.UsageError(
             f"--max-shard-size splits into several files, but DST '{destination}' is one; give a directory.",
             click.get_current_context(),
         )
-    conversion = plan_conversion(
-        open_checkpoint(source),
-        layout=chosen_layout(specs, inverse, source),
-        dtype=dtype,
-        max_shard_size=_UNLIMITED if single else max_shard_size or DEFAULT_MAX_SHARD_SIZE,
-    )
     try:
-        hf_stream.convert(
-            conversion.source,
-            target,
-            layout=lambda _: conversion.tensors,  # planned already, with the dtype
-            dtype=dtype,
-            max_shard_size=max_shard_size or DEFAULT_MAX_SHARD_SIZE,
-            resume=resume,
-            verify=verify,
-            progress=False if quiet else None,
+        written = run_conversion(
+            conversion, destination, resume=resume, verify=verify, progress=False if quiet else None
         )
     except KeyboardInterrupt:
         hint = "the same command goes on where it stopped" if resume else "nothing is left behind"
         raise KeyboardInterrupt(hint) from None
     if not quiet:
-        shards = [
-            shard
-            for shard in conversion.files.shards
-            if (target if single else target / shard.name).stat().st_mtime >= started
-        ]
-        say(_summary(conversion, shards, time.time() - started, verify))
+        say(_summary(conversion, written, time.time() - started, verify))
     # As bytes: a path need not be text.
     click.echo(os.fsencode(destination))
 

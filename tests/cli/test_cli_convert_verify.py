@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,6 @@ from click.testing import Result
 from command_line import CONFIG, assert_same, llama, load, run
 from safetensors.torch import load_file, save_file
 
-import hf_stream
 from hf_stream.copying.progress import Progress
 
 
@@ -89,10 +89,11 @@ def test_quiet_leaves_the_path_only(source: Path, tmp_path: Path) -> None:
 
 
 def convert_with(monkeypatch: pytest.MonkeyPatch, progress: Progress, *args: str | Path) -> Result:
-    convert = hf_stream.convert
+    command = import_module("hf_stream.cli.convert")  # the package's attribute of that name is the command itself
+    convert = command.run_conversion
     with monkeypatch.context() as patch:
         patch.setattr(
-            hf_stream, "convert", lambda *args, **options: convert(*args, **{**options, "progress": progress})
+            command, "run_conversion", lambda *args, **options: convert(*args, **{**options, "progress": progress})
         )
         return run("convert", *args)
 

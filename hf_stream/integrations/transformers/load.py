@@ -8,10 +8,7 @@ place where this hooks in is `PreTrainedModel._load_pretrained_model`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -26,6 +23,7 @@ from hf_stream.copying.progress import Progress
 from hf_stream.errors import LayoutError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shared import Shared
+from hf_stream.integrations.transformers.hooks import Request, asking, hooked
 from hf_stream.layouts.transformers_engine import no_bars, no_thread_pool
 from hf_stream.lazy import LazyTensor, materialize
 
@@ -37,18 +35,6 @@ class Pretrained(Protocol[Model]):
     """A class with `from_pretrained`: a model class or an Auto class."""
 
     def from_pretrained(self, *args: Any, **kwargs: Any) -> Model: ...
-
-
-@dataclass(frozen=True)
-class Request:
-    """How to stream the load that is under way."""
-
-    layout: AnyLayout | None = None
-    buffer_size: int = DEFAULT_BUFFER_SIZE
-    progress: bool | Progress | None = None
-
-
-_request: ContextVar[Request | None] = ContextVar("hf_stream_request", default=None)
 
 
 def from_pretrained(
@@ -83,13 +69,8 @@ def from_pretrained(
 
     >>> model = hf_stream.from_pretrained(AutoModelForCausalLM, "org/repo", dtype="auto")  # doctest: +SKIP
     """
-    with _hook(), _asking(Request(layout, buffer_size, progress)):
+    with _streamed_loads(), asking(Request(layout, buffer_size, progress)):
         return cls.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-
-
-def current_request() -> Request | None:
-    """How the load that is under way in this context is to stream; None if nobody has asked."""
-    return _request.get()
 
 
 def stream_load(
@@ -111,7 +92,7 @@ def stream_load(
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
     with collector_paused():
         tensors = apply_layout(request.layout, _open(state_dict, checkpoint_files, load_config))
-    with _asking(None), collector_paused(), no_bars(), no_thread_pool():
+    with asking(None), collector_paused(), no_bars(), no_thread_pool():
         result = load(model, tensors, checkpoint_files, load_config, expected_keys)
     materialize_model(model, request, alias=_may_map(checkpoint_files or (), load_config))
     return result
@@ -178,41 +159,4 @@ def _obstacle(load_config: Any) -> str | None:
     return None
 
 
-_plain_load: Loader = PreTrainedModel._load_pretrained_model
-
-
-def _load_as_requested(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    request = _request.get()
-    if request is None:
-        return _plain_load(model, *args, **kwargs)
-    return stream_load(_plain_load, request, model, *args, **kwargs)
-
-
-@Shared
-@contextmanager
-def _hook() -> Iterator[None]:
-    """Auto classes choose the class to load themselves, so the base class is hooked.
-
-    Loads in other threads see the hook and pass through it untouched.
-    """
-    global _plain_load
-    _plain_load = PreTrainedModel._load_pretrained_model
-    _set_loader(_load_as_requested)
-    try:
-        yield
-    finally:
-        _set_loader(_plain_load)
-
-
-@contextmanager
-def _asking(request: Request | None) -> Iterator[None]:
-    """Have the loads of this context streamed in this way, or not at all."""
-    token = _request.set(request)
-    try:
-        yield
-    finally:
-        _request.reset(token)
-
-
-def _set_loader(load: Loader) -> None:
-    PreTrainedModel._load_pretrained_model = staticmethod(load)  # type: ignore[method-assign]
+_streamed_loads = Shared(lambda: hooked("_load_pretrained_model", stream_load))

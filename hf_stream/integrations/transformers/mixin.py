@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_stream.checkpoint import AnyLayout
 from hf_stream.errors import LayoutError
-from hf_stream.integrations.transformers.load import Request, current_request, stream_load
+from hf_stream.integrations.transformers.hooks import Request, current_request
+from hf_stream.integrations.transformers.load import stream_load
 from hf_stream.integrations.transformers.save import save_pretrained
 from hf_stream.layouts import Layout
 

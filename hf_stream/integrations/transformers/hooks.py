@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -21,19 +21,45 @@ from hf_stream.copying.progress import Progress
 
 @dataclass(frozen=True)
 class Request:
-    """How to stream the call that is under way."""
+    """How to stream the calls that are under way.
+
+    Attributes:
+        layout: Maps a checkpoint's tensors to the model's; what is saved goes through its inverse.
+        saved_through: Maps what is saved, in place of the inverse of `layout`.
+        buffer_size: Bytes in flight, at most.
+        progress: True for a bar in bytes, None for a bar on terminals only, False for none.
+    """
 
     layout: AnyLayout | None = None
+    saved_through: AnyLayout | None = None
     buffer_size: int = DEFAULT_BUFFER_SIZE
     progress: bool | Progress | None = None
 
 
-_request: ContextVar[Request | None] = ContextVar("hf_stream_request", default=None)
+_request: ContextVar[Request | None] = ContextVar("hf_stream_request")
+_everywhere: Request | None = None
 
 
 def current_request() -> Request | None:
-    """How the call that is under way in this context is to stream; None if nobody has asked."""
-    return _request.get()
+    """How the calls of this context are to stream; None if they are not."""
+    return _request.get(_everywhere)
+
+
+def request_with(
+    layout: AnyLayout | None = None, buffer_size: int | None = None, progress: bool | Progress | None = None
+) -> Request:
+    """The request of this context, or a new one, changed by what is given.
+
+    A layout that the context asks for, for loading or for saving, stands.
+    """
+    request = current_request() or Request()
+    if layout is not None and request.layout is None and request.saved_through is None:
+        request = replace(request, layout=layout)
+    if buffer_size is not None:
+        request = replace(request, buffer_size=buffer_size)
+    if progress is not None:
+        request = replace(request, progress=progress)
+    return request
 
 
 @contextmanager
@@ -44,6 +70,12 @@ def asking(request: Request | None) -> Iterator[None]:
         yield
     finally:
         _request.reset(token)
+
+
+def ask_everywhere(request: Request | None) -> None:
+    """Have the calls of every context that has not asked for itself streamed in this way, or not at all."""
+    global _everywhere
+    _everywhere = request
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def from_pretrained(
 
     >>> model = hf_stream.from_pretrained(AutoModelForCausalLM, "org/repo", dtype="auto")  # doctest: +SKIP
     """
-    with _streamed_loads(), asking(Request(layout, buffer_size, progress)):
+    with streamed_loads(), asking(Request(layout, buffer_size=buffer_size, progress=progress)):
         return cls.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
 
@@ -159,4 +159,4 @@ def _obstacle(load_config: Any) -> str | None:
     return None
 
 
-_streamed_loads = Shared(lambda: hooked("_load_pretrained_model", stream_load))
+streamed_loads = Shared(lambda: hooked("_load_pretrained_model", stream_load))

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from hf_stream.checkpoint import AnyLayout
+from hf_stream.copying.progress import Progress
 from hf_stream.errors import LayoutError
-from hf_stream.integrations.transformers.hooks import Request, current_request
-from hf_stream.integrations.transformers.load import stream_load
-from hf_stream.integrations.transformers.save import save_pretrained
-from hf_stream.layouts import Layout
+from hf_stream.integrations.transformers.hooks import asking, request_with
+from hf_stream.integrations.transformers.load import streamed_loads
+from hf_stream.integrations.transformers.save import streamed_saves
 
 
 class StreamingMixin:
@@ -45,47 +42,24 @@ class StreamingMixin:
 
     @staticmethod
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        request = current_request() or Request()
-        if request.layout is None:
-            request = replace(request, layout=_layout_of(model))
-        load = super(StreamingMixin, type(model))._load_pretrained_model  # type: ignore[misc]
-        return stream_load(load, request, model, *args, **kwargs)
-
-    @property
-    def _plain_save_pretrained(self) -> Callable[..., None]:
-        """The method of transformers that this class streams instead."""
-        save: Callable[..., None] = super().save_pretrained  # type: ignore[misc]
-        return save
+        with streamed_loads(), asking(request_with(_layout_of(model))):
+            return super(StreamingMixin, type(model))._load_pretrained_model(model, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        state_dict: Mapping[str, torch.Tensor] | None = None,
-        *,
-        save_original_format: bool = True,
+        *args: Any,
+        buffer_size: int | None = None,
+        progress: bool | Progress | None = None,
         **kwargs: Any,
     ) -> None:
-        """As in transformers, streaming; see `hf_stream.save_pretrained`.
+        """As in transformers, streaming, and back through `layout`; see `hf_stream.save_pretrained`.
 
         Raises:
             LayoutError: The original format is asked for, and `layout` has no inverse.
         """
-        layout = _layout_of(self) if save_original_format else None
-        if layout is not None and not isinstance(layout, Layout):
-            raise LayoutError(
-                f"the layout of {type(self).__name__} is a plain function, which has no inverse; "
-                "make it a Layout, or pass save_original_format=False to save the tensors as the model holds them"
-            )
-        save_pretrained(
-            self,
-            save_directory,
-            layout=layout.inverse if layout is not None else None,
-            is_main_process=is_main_process,
-            state_dict=state_dict,
-            save_original_format=save_original_format,
-            **kwargs,
-        )
+        with streamed_saves(), asking(request_with(_layout_of(self), buffer_size, progress)):
+            super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
 
 def _layout_of(model: StreamingMixin) -> AnyLayout | None:

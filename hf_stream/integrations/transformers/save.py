@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from hf_stream.copying.progress import Progress
 from hf_stream.errors import CheckpointError, LayoutError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shards import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, add_variant, shard_pattern
+from hf_stream.formats.shared import Shared
+from hf_stream.integrations.transformers.hooks import Request, asking, hooked
 from hf_stream.layouts.transformers_engine import no_bars
 from hf_stream.lazy import LazyTensor
 
@@ -49,7 +52,7 @@ def save_pretrained(
         model: The model.
         save_directory: Where to save; like all arguments not named here, as in transformers.
         layout: Maps the tensors that transformers would save to those to save; often the inverse of the layout that the
-            model was loaded with.
+            model was loaded with, which is the default if the model knows that one (from a `StreamingMixin`).
         save_original_format: Whether transformers' own conversions for the architecture are reverted first.
         buffer_size: Bytes in flight, at most.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
@@ -59,14 +62,50 @@ def save_pretrained(
         CheckpointError: No space, the destination cannot be used, or something to save is no tensor.
         CopyError: Writing failed. The destination is as it was.
     """
-    # A streaming class's own method would come back here.
-    save = getattr(model, "_plain_save_pretrained", model.save_pretrained)
-    options = {"max_shard_size": max_shard_size, "variant": variant, "save_original_format": save_original_format}
-    obstacle = _obstacle(model, kwargs)
+    with streamed_saves(), asking(Request(saved_through=layout, buffer_size=buffer_size, progress=progress)):
+        model.save_pretrained(
+            save_directory,
+            is_main_process=is_main_process,
+            state_dict=state_dict,
+            max_shard_size=max_shard_size,
+            variant=variant,
+            save_original_format=save_original_format,
+            **kwargs,
+        )
+
+
+def stream_save(
+    save: Callable[..., None],
+    request: Request,
+    model: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    push_to_hub: bool = False,
+    max_shard_size: int | str = "50GB",
+    variant: str | None = None,
+    token: str | bool | None = None,
+    save_peft_format: bool = True,
+    save_original_format: bool = True,
+    **kwargs: Any,
+) -> None:
+    """Have transformers' `save_pretrained` (`save`) write all but the weights, and write those."""
+    options = {
+        "push_to_hub": push_to_hub,
+        "max_shard_size": max_shard_size,
+        "variant": variant,
+        "token": token,
+        "save_peft_format": save_peft_format,
+        "save_original_format": save_original_format,
+        **kwargs,
+    }
+    layout = _layout(request, model, save_original_format)
+    obstacle = _obstacle(model, options)
     if obstacle is not None:
         if layout is not None:
             raise LayoutError(f"a layout cannot be combined with {obstacle}; save, then use hf_stream.convert")
-        save(save_directory, is_main_process, state_dict, **options, **kwargs)
+        with asking(None):
+            save(model, save_directory, is_main_process, state_dict, **options)
         return
     if not is_main_process:
         return
@@ -74,8 +113,8 @@ def save_pretrained(
     staging = Staging(save_directory)
     try:
         # Without tensors to save, transformers writes all that goes with them.
-        with no_bars():
-            save(staging.path, state_dict={}, **options, **kwargs)
+        with asking(None), no_bars():
+            save(model, staging.path, state_dict={}, **options)
         with collector_paused():
             tensors, sizes, groups = _saved_tensors(model, state_dict, save_original_format)
             if layout is not None:
@@ -92,7 +131,23 @@ def save_pretrained(
     except BaseException:
         staging.abandon()
         raise
-    write_files(staging, files, tensors, buffer_size=buffer_size, progress=progress)
+    write_files(staging, files, tensors, buffer_size=request.buffer_size, progress=request.progress)
+
+
+streamed_saves = Shared(lambda: hooked("save_pretrained", stream_save))
+
+
+def _layout(request: Request, model: Any, save_original_format: bool) -> AnyLayout | None:
+    """What to map the tensors through: as asked, or back through the layout that loads them."""
+    if request.saved_through is not None or request.layout is None or not save_original_format:
+        return request.saved_through
+    if inspect.getattr_static(request.layout, "inverse", None) is None:
+        raise LayoutError(
+            f"the layout of {type(model).__name__} is a plain function, which has no inverse; "
+            "make it a Layout, or pass save_original_format=False to save the tensors as the model holds them"
+        )
+    inverse: AnyLayout = request.layout.inverse  # type: ignore[attr-defined]
+    return inverse
 
 
 def _saved_tensors(

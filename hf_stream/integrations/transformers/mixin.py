@@ -42,7 +42,7 @@ class StreamingMixin:
 
     @staticmethod
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with streamed_loads(), asking(request_with(_layout_of(model))):
+        with streamed_loads(), asking(request_with(layout_of(model))):
             return super(StreamingMixin, type(model))._load_pretrained_model(model, *args, **kwargs)  # type: ignore[misc]
 
     def save_pretrained(
@@ -58,11 +58,11 @@ class StreamingMixin:
         Raises:
             LayoutError: The original format is asked for, and `layout` has no inverse.
         """
-        with streamed_saves(), asking(request_with(_layout_of(self), buffer_size, progress)):
+        with streamed_saves(), asking(request_with(layout_of(self), buffer_size, progress)):
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
 
-def _layout_of(model: StreamingMixin) -> AnyLayout | None:
+def layout_of(model: StreamingMixin) -> AnyLayout | None:
     """The layout of a model's class; a plain function is no method of it."""
     layout = inspect.getattr_static(model, "layout")
     if hasattr(layout, "__get__") and not inspect.isfunction(layout):

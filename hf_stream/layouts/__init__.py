@@ -1,6 +1,8 @@
 """Names and shapes, both ways: rules, `Layout`, and layouts ready made."""
 
 from hf_stream.checkpoint import AnyLayout
+from hf_stream.layouts.composable import Composable
+from hf_stream.layouts.from_transformers import from_transformers
 from hf_stream.layouts.joining import Concat, Split, Stack, Unstack
 from hf_stream.layouts.layout import Layout
 from hf_stream.layouts.naming import Apply, Drop, Rename
@@ -15,6 +17,7 @@ __all__ = [
     "AnyLayout",
     "Apply",
     "Cast",
+    "Composable",
     "Concat",
     "Drop",
     "Layout",
@@ -26,6 +29,7 @@ __all__ = [
     "Stack",
     "Transpose",
     "Unstack",
+    "from_transformers",
     "get",
     "load",
     "names",

@@ -9,10 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import EllipsisType
 from typing import Any
 
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import (
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.logging import set_tqdm_hook
 
+from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shared import Shared
 
 
@@ -45,3 +55,48 @@ def no_thread_pool() -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Run a block in which transformers handles lazies: no bars, no threads, no collections of garbage."""
+    with collector_paused(), no_bars(), no_thread_pool():
+        yield
+
+
+def load_into_skeleton(
+    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], conversions: Sequence[Any]
+) -> LoadStateDictInfo:
+    """Have transformers place a checkpoint's tensors in a model on the meta device, in the dtypes that they have.
+
+    Returns:
+        What transformers says about names and shapes, before it has looked at ties and at what may be ignored.
+    """
+    as_they_are = {name: _AsItIs(tensor) for name, tensor in tensors.items()}
+    with quietly():
+        info: LoadStateDictInfo
+        info, _ = convert_and_load_state_dict_in_model(
+            model, as_they_are, LoadStateDictConfig(weight_mapping=list(conversions))
+        )
+    return info
+
+
+def revert(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's tensors as transformers saves them, its conversions undone."""
+    with quietly():
+        reverted: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(tensors))
+    return reverted
+
+
+class _AsItIs:
+    """Stands for a tensor of a file, as safetensors' slices do, and hears neither of dtypes nor of devices."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __getitem__(self, _: EllipsisType) -> _AsItIs:
+        return self
+
+    def to(self, **_: Any) -> torch.Tensor:
+        # Another object for the same data: transformers hangs attributes on it.
+        return self._tensor.detach()

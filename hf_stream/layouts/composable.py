@@ -1,0 +1,132 @@
+"""What layouts that are not lists of rules have in common: they follow one another, and fit into bigger models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hf_stream.errors import LayoutError
+
+
+class TwoWay(Protocol):
+    """A layout with a way back: a `Layout`, or a `Composable` one."""
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor], /) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def inverse(self) -> TwoWay: ...
+
+
+class Composable(ABC):
+    """A layout written as code. It composes with others, and can be scoped, as a `Layout` can."""
+
+    @abstractmethod
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors in the new layout."""
+
+    @property
+    def inverse(self) -> Composable:
+        """The layout that leads back.
+
+        Raises:
+            LayoutError: There is none.
+        """
+        raise LayoutError(f"{self!r} cannot be inverted: it loses what it takes away.")
+
+    def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The content of config.json that goes with the new layout."""
+        return config
+
+    def __or__(self, other: TwoWay) -> Composable:
+        """This layout, then `other`: `(a | b)(x)` equals `b(a(x))`."""
+        return Chain.of([self, other]) if is_two_way(other) else NotImplemented
+
+    def __ror__(self, other: TwoWay) -> Composable:
+        """`other`, then this layout."""
+        return Chain.of([other, self]) if is_two_way(other) else NotImplemented
+
+    def scoped(self, src_prefix: str, dst_prefix: str | None = None) -> Composable:
+        """The same layout for a part of a bigger model: the names that begin with `src_prefix`.
+
+        Args:
+            src_prefix: Stands before every name of the part; empty, or ends with a dot.
+            dst_prefix: Stands there afterwards. Default: as before.
+        """
+        for prefix in (src_prefix, dst_prefix):
+            if prefix and not prefix.endswith("."):
+                raise LayoutError(f"prefix '{prefix}' must end with a dot. Write '{prefix}.'.")
+        return Scoped(self, src_prefix, src_prefix if dst_prefix is None else dst_prefix)
+
+
+def is_two_way(layout: object) -> bool:
+    """Whether something is a layout that has, or at least may be asked for, an inverse."""
+    return callable(layout) and hasattr(type(layout), "inverse")
+
+
+def config_after(layout: object, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The content of config.json after a layout, which stays as it is unless the layout has a `new_config`."""
+    new_config = getattr(layout, "new_config", None)
+    return config if new_config is None else new_config(config)
+
+
+@dataclass(frozen=True, repr=False)
+class Chain(Composable):
+    """Layouts one after the other."""
+
+    links: tuple[TwoWay, ...]
+
+    @classmethod
+    def of(cls, layouts: Iterable[TwoWay]) -> Chain:
+        """The chain of these, chains among them taken apart."""
+        return cls(
+            tuple(link for layout in layouts for link in (layout.links if isinstance(layout, Chain) else [layout]))
+        )
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for link in self.links:
+            tensors = link(tensors)
+        return dict(tensors)
+
+    @property
+    def inverse(self) -> Chain:
+        return Chain(tuple(link.inverse for link in reversed(self.links)))
+
+    def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        for link in self.links:
+            config = config_after(link, config)
+        return config
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.links))
+
+
+@dataclass(frozen=True, repr=False)
+class Scoped(Composable):
+    """A layout on the names that begin with a prefix; the others pass through."""
+
+    layout: Composable
+    src_prefix: str
+    dst_prefix: str
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        part = {
+            name.removeprefix(self.src_prefix): t for name, t in tensors.items() if name.startswith(self.src_prefix)
+        }
+        results = {name: t for name, t in tensors.items() if not name.startswith(self.src_prefix)}
+        for name, tensor in self.layout(part).items():
+            name = self.dst_prefix + name
+            if name in results:
+                raise LayoutError(f"'{name}' comes out twice: {self!r} makes it, and it passes through unchanged.")
+            results[name] = tensor
+        return results
+
+    @property
+    def inverse(self) -> Scoped:
+        return Scoped(self.layout.inverse, self.dst_prefix, self.src_prefix)
+
+    def __repr__(self) -> str:
+        return f"({self.layout!r}).scoped('{self.src_prefix}', '{self.dst_prefix}')"

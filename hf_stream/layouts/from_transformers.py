@@ -1,0 +1,43 @@
+"""transformers' registered conversion of a model as a layout; transformers itself is imported when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_stream.layouts.composable import Composable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def from_transformers(
+    model_or_config: PreTrainedModel | PreTrainedConfig | Mapping[str, Any], *, strict: bool = True
+) -> Composable:
+    """What transformers converts when it loads a model, as a layout: from the checkpoint's tensors to those in memory.
+
+    Called with the tensors of a checkpoint that `from_pretrained` would load, it gives those that `model.state_dict()`
+    would then hold: in that order, under those names, in the dtypes of the file. Old names, a base model's prefix too
+    many or too few, and the conversions of models inside the model are dealt with as `from_pretrained` does. Tied
+    weights come under each of their names. What transformers leaves unread on purpose is left out; weights that it
+    would initialise, or would report as unexpected, are errors. No weights are built: the model is on the meta device.
+
+    The inverse gives what `save_pretrained` would save: given a config, as for a model made from it; given a model, as
+    for this very model, which remembers what it was loaded from.
+
+    >>> layout = layouts.from_transformers(AutoConfig.from_pretrained("mixtral"))  # doctest: +SKIP
+    >>> hf_stream.convert("mixtral", "in-memory", layout=layout)  # doctest: +SKIP
+    >>> hf_stream.convert("in-memory", "again", layout=layout.inverse)  # doctest: +SKIP
+
+    Args:
+        model_or_config: A model, of which only the class, the config and how it was loaded matter; its config; or the
+            content of a config.json. A config stands for the first of its `architectures`, or else the base model.
+        strict: Whether weights that are missing, and names that the model does not have, are errors; otherwise the
+            former are missing in the result as well, and the latter are dropped.
+
+    Raises:
+        LayoutError: The model is quantized, or transformers does not know the type or the architecture.
+    """
+    from hf_stream.layouts.transformers_layout import layout_of
+
+    return layout_of(model_or_config, strict=strict)

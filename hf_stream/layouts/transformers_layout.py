@@ -1,0 +1,193 @@
+"""The layout between the checkpoint of a transformers model and the tensors that it holds, and the way back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, WeightTransform
+from transformers.modeling_utils import remove_tied_weights_from_state_dict, unwrap_model
+
+from hf_stream.errors import LayoutError
+from hf_stream.layouts.composable import Composable
+from hf_stream.layouts.transformers_engine import load_into_skeleton, revert
+from hf_stream.layouts.transformers_misfits import Misfits
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def layout_of(model_or_config: object, *, strict: bool) -> ToMemory:
+    """See `from_transformers`."""
+    if isinstance(model_or_config, Mapping):
+        model_or_config = _config_of(model_or_config)
+    if isinstance(model_or_config, PreTrainedConfig):
+        config = copy.deepcopy(model_or_config)
+        return ToMemory(_class_of(config), config, None, strict)
+    model: Any = unwrap_model(model_or_config) if isinstance(model_or_config, torch.nn.Module) else model_or_config
+    if not isinstance(model, PreTrainedModel):
+        raise LayoutError(f"from_transformers takes a model of transformers or a config, got {type(model).__name__}.")
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise LayoutError(
+            f"{type(model).__name__} is quantized, and holds other tensors than its class and config say. "
+            "Give the config of the model without quantization."
+        )
+    used = getattr(model, "_weight_conversions", None)
+    return ToMemory(type(model), copy.deepcopy(model.config), None if used is None else tuple(used), strict)
+
+
+@dataclass(frozen=True, repr=False)
+class ToMemory(Composable):
+    """From the tensors of a checkpoint to those that the model holds.
+
+    Attributes:
+        model_class: The class of the model.
+        config: Its config.
+        used: The conversions that it was loaded with, which saving undoes; None if it was not loaded.
+        strict: Whether every weight must be there, and nothing else.
+    """
+
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    used: tuple[WeightTransform, ...] | None
+    strict: bool
+
+    def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """The tensors as the model holds them.
+
+        Raises:
+            LayoutError: Weights are missing, unexpected, or of another shape; says which.
+        """
+        model: Any = self.skeleton()
+        conversions = self._conversions(model)
+        slots = slots_of(model)
+        info = load_into_skeleton(model, tensors, conversions)
+        loaded = {name: slot.detach() for name, slot in slots_of(model).items() if slot is not slots[name]}
+        for names in tied(slots):
+            found = [name for name in names if name in loaded]
+            loaded.update({name: loaded[found[0]] for name in names if found and name not in found})
+        failed = {name for name, *_ in info.mismatched_keys} | set(info.conversion_errors)
+        failed = failed.union(*(names for names in tied(slots) if failed.intersection(names)))
+        info.missing_keys = set(slots) - set(loaded) - failed
+        model._adjust_missing_and_unexpected_keys(info)
+        misfits = Misfits(model, slots, tensors)
+        misfits.add_shapes({name: tuple(got) for name, got, _ in info.mismatched_keys})
+        misfits.add_errors(info.conversion_errors)
+        if self.strict:
+            misfits.add_missing(info.missing_keys)
+            misfits.add_unexpected(info.unexpected_keys, conversions)
+        misfits.check()
+        return {name: loaded[name] for name in slots if name in loaded}
+
+    @property
+    def inverse(self) -> ToCheckpoint:
+        return ToCheckpoint(self)
+
+    def skeleton(self) -> PreTrainedModel:
+        """The model, on the meta device."""
+        config = copy.deepcopy(self.config)
+        config._attn_implementation = "eager"  # which needs no other package, and no GPU
+        with torch.device("meta"):
+            model = self.model_class(config)
+        vars(model)["_weight_conversions"] = None if self.used is None else list(self.used)
+        return model
+
+    def _conversions(self, model: PreTrainedModel) -> list[WeightTransform]:
+        """What `from_pretrained` does to names and shapes: first the renamings that it was given for this one model."""
+        registered: list[WeightTransform] = get_model_conversion_mapping(model)
+        known = {_patterns(entry) for entry in registered}
+        own = [entry for entry in self.used or () if type(entry) is WeightRenaming and _patterns(entry) not in known]
+        return copy.deepcopy(own) + registered
+
+    def __repr__(self) -> str:
+        return f"from_transformers({self.model_class.__name__}{'' if self.strict else ', strict=False'})"
+
+
+@dataclass(frozen=True, repr=False)
+class ToCheckpoint(Composable):
+    """The way back: from the tensors that the model holds to those that transformers saves."""
+
+    origin: ToMemory
+
+    def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """The tensors as transformers saves them.
+
+        Raises:
+            LayoutError: Weights are missing, unexpected, or of another shape; says which.
+        """
+        model = self.origin.skeleton()
+        slots = slots_of(model)
+        ignored = set(model._keys_to_ignore_on_save or ())
+        known = {name: tensor for name, tensor in tensors.items() if name in slots}
+        groups = tied(slots)
+        spare = ignored.union(*(names for names in groups if any(name in known for name in names)))
+        misfits = Misfits(model, slots, tensors)
+        misfits.add_shapes({name: tuple(t.shape) for name, t in known.items() if t.shape != slots[name].shape})
+        if self.origin.strict:
+            misfits.add_missing(set(slots) - set(known) - spare)
+            misfits.add_unexpected(set(tensors) - set(known))
+        misfits.check()
+        kept = {name: known[name].detach() for name in slots if name in known and name not in ignored}
+        # transformers knows tied weights by their memory; here they share it by name.
+        memory = {name: torch.empty(1) for name in kept}
+        for names in groups:
+            memory.update(dict.fromkeys((name for name in names if name in kept), torch.empty(1)))
+        untied = remove_tied_weights_from_state_dict(memory, model)
+        return revert(model, {name: kept[name] for name in untied})
+
+    @property
+    def inverse(self) -> ToMemory:
+        return self.origin
+
+    def __repr__(self) -> str:
+        return f"{self.origin!r}.inverse"
+
+
+def slots_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, the objects themselves."""
+    state = model.state_dict(keep_vars=True)
+    return {name: slot for name, slot in state.items() if isinstance(slot, torch.Tensor)}
+
+
+def tied(slots: Tensors) -> list[list[str]]:
+    """Groups of names that stand for one weight."""
+    names: dict[int, list[str]] = {}
+    for name, slot in slots.items():
+        names.setdefault(id(slot), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _patterns(entry: WeightTransform) -> tuple[Any, ...]:
+    return (*entry._original_source_patterns, "->", *entry._original_target_patterns, entry.scope_prefix)
+
+
+def _config_of(content: Mapping[str, Any]) -> PreTrainedConfig:
+    model_type: Any = content.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise LayoutError(
+            f"transformers does not know the model_type {model_type!r} of the config. "
+            "Load the model with its own code, and give the model."
+        )
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(dict(content))
+    return config
+
+
+def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    for name in (config.architectures or [])[:1]:
+        named: Any = getattr(transformers, name, None)
+        if named is None:
+            raise LayoutError(
+                f"transformers has no '{name}', which the config names as its architecture. Give the model."
+            )
+        named_class: type[PreTrainedModel] = named
+        return named_class
+    if type(config) not in AutoModel._model_mapping:
+        raise LayoutError(f"the config of a '{config.model_type}' names no architecture. Set config.architectures.")
+    base: Any = AutoModel._model_mapping[type(config)]
+    base_class: type[PreTrainedModel] = base[0] if isinstance(base, (tuple, list)) else base
+    return base_class

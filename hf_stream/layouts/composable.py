@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
@@ -62,7 +62,7 @@ class Composable(ABC):
         return Scoped(self, src_prefix, src_prefix if dst_prefix is None else dst_prefix)
 
 
-def is_two_way(layout: object) -> bool:
+def is_two_way(layout: object) -> TypeGuard[TwoWay]:
     """Whether something is a layout that has, or at least may be asked for, an inverse."""
     return callable(layout) and hasattr(type(layout), "inverse")
 

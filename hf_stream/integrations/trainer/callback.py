@@ -1,0 +1,100 @@
+"""StreamingCheckpointCallback: what a user of Trainer adds, and which trainings it takes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
+from transformers import TrainerCallback
+from transformers.utils.import_utils import is_sagemaker_mp_enabled
+
+from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
+from hf_stream.copying.progress import Progress
+from hf_stream.errors import CheckpointError, LayoutError
+from hf_stream.integrations.trainer.hooks import hook_for
+from hf_stream.integrations.trainer.place import clear_leftovers
+from hf_stream.integrations.trainer.settings import Settings
+from hf_stream.integrations.trainer.weights import layout_to_file, who_saves
+from hf_stream.layouts.composable import TwoWay, is_two_way
+
+_SHARDED = {
+    DistributedType.FSDP: "FSDP",
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+    DistributedType.XLA: "XLA",
+}
+
+
+class StreamingCheckpointCallback(TrainerCallback):
+    """Have a Trainer save and resume its checkpoints through hf_stream.
+
+        trainer = Trainer(..., callbacks=[StreamingCheckpointCallback()])
+        trainer.train(resume_from_checkpoint=True)
+
+    Weights are written straight from the model's memory, in any layout; the states of optimizer, scheduler, gradient
+    scaler and random generators in safetensors files, without pickle. A checkpoint's directory appears when all of it
+    is there, and goes in one step, whenever the process is killed. Resuming, and loading the best model, go back
+    through the same layout and through transformers' own conversions into the model's parameters, where they are; a
+    weight that is missing or left over is an error. Checkpoints of a Trainer without this callback can be resumed.
+
+    All else is as the training arguments say: when to save, how many checkpoints to keep, what to push. Adapters (PEFT)
+    and quantized models are saved and loaded by their own libraries.
+
+    Args:
+        layout: Maps the tensors that `save_pretrained` would write to those to save. It needs an inverse.
+        max_shard_size: Bytes, or a string such as "5GB", for the weights.
+        buffer_size: Bytes in flight, at most.
+        progress: True for a bar in bytes at each checkpoint, None for a bar on terminals only, False for none.
+
+    Raises:
+        LayoutError: The layout has no inverse.
+    """
+
+    # Also when copied or unpickled, which hyperparameter search does.
+    def __new__(cls, *args: Any, **kwargs: Any) -> StreamingCheckpointCallback:
+        self = super().__new__(cls)
+        hook_for(self)
+        return self
+
+    def __init__(
+        self,
+        layout: TwoWay | None = None,
+        *,
+        max_shard_size: int | str = "50GB",
+        buffer_size: int = DEFAULT_BUFFER_SIZE,
+        progress: bool | Progress | None = False,
+    ) -> None:
+        if layout is not None:
+            if not is_two_way(layout):
+                raise LayoutError(
+                    f"layout= must have an inverse, which resuming needs, and a {type(layout).__name__} has none; "
+                    "pass a Layout"
+                )
+            layout.inverse  # noqa: B018, says what cannot be inverted
+        self.settings = Settings(layout, max_shard_size, buffer_size, progress)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuse what cannot be saved this way while nothing is lost, and remove what a killed run has left."""
+        self._check(kwargs.get("model"))
+        if args.should_save:
+            clear_leftovers(args.output_dir)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look at the model that is trained: `model_init` may have made another one."""
+        self._check(kwargs.get("model"))
+
+    def _check(self, model: Any) -> None:
+        kind = "SageMaker model parallelism" if is_sagemaker_mp_enabled() else None
+        kind = kind or _SHARDED.get(AcceleratorState().distributed_type)
+        if kind is None and getattr(model, "is_distributed_loading_by_transformers", False):
+            kind = "a model that is sharded over ranks"
+        if kind is not None:
+            raise CheckpointError(
+                f"StreamingCheckpointCallback cannot save under {kind} yet; leave the callback out, "
+                "or train in one process or with data parallelism"
+            )
+        saver = who_saves(model)
+        if saver is not None and self.settings.layout is not None:
+            raise LayoutError(f"a layout cannot be combined with {saver}; leave layout= out")
+        layout_to_file(model, self.settings)

@@ -1,0 +1,155 @@
+"""The weights of a checkpoint: through the layout into files, and back into a model that is there already."""
+
+from __future__ import annotations
+
+import json
+import logging
+import textwrap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.trainer_utils import _is_peft_model
+
+from hf_stream.checkpoint import apply_layout, load_into, open_checkpoint, save_checkpoint
+from hf_stream.errors import CheckpointError, LayoutError
+from hf_stream.integrations.trainer.settings import Settings
+from hf_stream.integrations.transformers.mixin import StreamingMixin, layout_of
+from hf_stream.integrations.transformers.save import save_pretrained
+from hf_stream.layouts.composable import Chain, TwoWay, is_two_way
+from hf_stream.layouts.from_transformers import from_transformers
+
+logger = logging.getLogger(__name__)
+
+# Beside the weights, if they are in a layout of their own.
+RECORD = "hf_stream.json"
+
+
+def who_saves(model: Any) -> str | None:
+    """What makes a model one whose weights its own libraries save and load, in words; None if nothing does."""
+    if _is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False):  # type: ignore[no-untyped-call]
+        return "adapters"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "a quantized model"
+    return None
+
+
+@contextmanager
+def streaming(model: PreTrainedModel, settings: Settings) -> Iterator[None]:
+    """Run a block in which `model.save_pretrained` streams, through the layout."""
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        # For the length of the call the model has its own method again.
+        hidden = vars(model).pop("save_pretrained")
+        try:
+            save_pretrained(
+                model,
+                *args,
+                layout=layout_to_file(model, settings),
+                max_shard_size=settings.max_shard_size,
+                buffer_size=settings.buffer_size,
+                progress=settings.progress,
+                **kwargs,
+            )
+        finally:
+            vars(model)["save_pretrained"] = hidden
+
+    before = vars(model).get("save_pretrained")
+    vars(model)["save_pretrained"] = save
+    try:
+        yield
+    finally:
+        del vars(model)["save_pretrained"]
+        if before is not None:
+            vars(model)["save_pretrained"] = before
+
+
+def save_module(module: nn.Module, directory: Path, settings: Settings) -> None:
+    """Save a module that transformers knows nothing about."""
+    save_checkpoint(
+        apply_layout(settings.layout, module.state_dict()),
+        directory,
+        max_shard_size=settings.max_shard_size,
+        buffer_size=settings.buffer_size,
+        progress=settings.progress,
+    )
+
+
+def load_weights(model: nn.Module, directory: Path, settings: Settings) -> None:
+    """Fill a model with a checkpoint's weights, in place.
+
+    Raises:
+        CheckpointError: A weight is missing or left over, or the checkpoint is in another layout than the callback's.
+            Nothing has been changed then.
+    """
+    tensors: Mapping[str, torch.Tensor] = open_checkpoint(directory)
+    if _is_in_layout(directory, settings):
+        assert settings.layout is not None
+        tensors = apply_layout(settings.layout.inverse, tensors)
+    if isinstance(model, StreamingMixin):
+        tensors = apply_layout(layout_of(model), tensors)
+    if isinstance(model, PreTrainedModel):
+        tensors = from_transformers(model)({**_never_saved(model), **tensors})
+    load_into(model, tensors, buffer_size=settings.buffer_size, progress=settings.progress)
+
+
+def write_record(directory: Path, settings: Settings) -> None:
+    """Note beside the weights which layout they are in; nothing if they are as `save_pretrained` writes them."""
+    record = directory / RECORD
+    if settings.layout is None:
+        record.unlink(missing_ok=True)
+    else:
+        record.write_text(json.dumps({"layout": _name_of(settings.layout)}, indent=2) + "\n")
+
+
+def layout_to_file(model: Any, settings: Settings) -> TwoWay | None:
+    """From what transformers would save to what is saved.
+
+    Raises:
+        LayoutError: The model's class has a layout without an inverse.
+    """
+    own = layout_of(model) if isinstance(model, StreamingMixin) else None
+    if own is None:
+        return settings.layout
+    if not is_two_way(own):
+        raise LayoutError(f"the layout of {type(model).__name__} has no inverse, which saving needs; make it a Layout")
+    return Chain.of([own.inverse, settings.layout] if settings.layout is not None else [own.inverse])
+
+
+def _never_saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What the model keeps out of its checkpoints, which it has always as it is."""
+    names = set(model._keys_to_ignore_on_save or ())
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
+
+
+def _is_in_layout(directory: Path, settings: Settings) -> bool:
+    """Whether the weights are in the callback's layout; if not, they are as `save_pretrained` writes them."""
+    try:
+        recorded = json.loads((directory / RECORD).read_text())["layout"]
+    except FileNotFoundError:
+        if settings.layout is not None:
+            logger.info("'%s' was saved without a layout, and is loaded without", directory)
+        return False
+    if settings.layout is None:
+        raise CheckpointError(f"'{directory}' was saved in another layout, {_short(recorded)}; pass it to the callback")
+    name = _name_of(settings.layout)
+    if name is not None and recorded is not None and name != recorded:
+        raise CheckpointError(
+            f"'{directory}' was saved in another layout, {_short(recorded)}, than the callback's, {_short(name)}; "
+            "resume with that one"
+        )
+    return True
+
+
+def _name_of(layout: TwoWay) -> str | None:
+    """A layout as it is written; None if that is not the same in every process."""
+    name = repr(layout)
+    return None if " at 0x" in name else name
+
+
+def _short(name: str | None) -> str:
+    return textwrap.shorten(name, 200) if name is not None else "one without a name"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hf_stream.checkpoint.convert import Conversion, convert, plan_conversion, run_conversion
 from hf_stream.checkpoint.load import load_into
 from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
+from hf_stream.checkpoint.nested import load_nested, open_nested, save_nested
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint, open_files
 from hf_stream.checkpoint.save import save_checkpoint
 from hf_stream.checkpoint.staging import settle
@@ -21,11 +22,14 @@ __all__ = [
     "apply_layout",
     "convert",
     "load_into",
+    "load_nested",
     "open_checkpoint",
     "open_files",
+    "open_nested",
     "plan_conversion",
     "run_conversion",
     "save_checkpoint",
+    "save_nested",
     "settle",
     "verify",
 ]

@@ -1,0 +1,250 @@
+"""Save and open nested states: dicts, lists and tuples with tensors at the leaves, optimizer states for one.
+
+The tensors make an ordinary safetensors checkpoint, named by their paths in the nesting. The structure and all plain
+values are JSON in the metadata of its headers; if they are too large for that, in a tensor of bytes. No pickle.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles
+from hf_stream.checkpoint.nested_leaves import ARRAY, TENSOR, LeafReader, LeafWriter
+from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
+from hf_stream.checkpoint.save import reserve
+from hf_stream.checkpoint.staging import Staging, check_settled
+from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
+from hf_stream.copying.progress import Progress
+from hf_stream.errors import CheckpointError, FormatError
+from hf_stream.formats.collector import collector_paused
+from hf_stream.formats.nested import decode_structure, dump_structure, encode_structure, parse_json
+from hf_stream.formats.shards import shard_pattern
+from hf_stream.formats.strict_json import Pairs
+from hf_stream.lazy import materialize, write_into
+
+STRUCTURE: Final = "hf_stream.structure"
+
+_SUFFIX: Final = ".safetensors"
+_FILE: Final = "state.safetensors"
+_INDEX: Final = _FILE + ".index.json"
+_VERSION: Final = 1
+# No path in a nesting is called so.
+_STRUCTURE_TENSOR: Final = "__structure__"
+# A tenth of what a header may have: the rest is for the names of the tensors.
+_MAX_METADATA: Final = 10_000_000
+_NO_LIMIT: Final = 1 << 63
+
+
+def save_nested(
+    state: object,
+    path: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str | None = None,
+    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    progress: bool | Progress | None = None,
+) -> Path:
+    """Save a nested state without pickle, straight from where its tensors are.
+
+    `open_nested` and `load_nested` give back the same nesting: dicts (in their order, with keys of any plain type),
+    OrderedDicts, Counters, lists and tuples; None, bools, ints, floats to the last bit, complex numbers, text, bytes;
+    torch's sizes, dtypes and devices; numpy arrays and scalars; tensors and parameters. What would come back as
+    something else is refused: objects, and subclasses such as namedtuples and defaultdicts. Tensors come back
+    contiguous, those that share memory share it again, and each byte is written once. The files are ordinary
+    safetensors files in which the tensors are named by their paths, such as "state/0/exp_avg".
+
+    The destination appears complete or not at all, also where it replaces an older one.
+
+    Args:
+        state: The nesting. LazyTensors in it are streamed; they may come from the very files that are replaced.
+        path: A path that ends in .safetensors for one file; any other for a directory.
+        max_shard_size: For directories: bytes, or a string such as "2GB"; 5 GB by default.
+        buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        progress: True for a bar in bytes, None for a bar on terminals only, False for none.
+
+    Returns:
+        The path.
+
+    Raises:
+        FormatError: A value or a key would not come back as it is, or safetensors cannot hold a tensor's dtype. Names
+            the place in the nesting, such as 'state/0/exp_avg'. Nothing has been written then.
+        CheckpointError: A tensor has no data of its own (meta, sparse, a subclass), or the destination cannot be used.
+        CopyError: Reading or writing failed. The destination is as it was.
+
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> hf_stream.save_nested(optimizer.state_dict(), "optimizer.safetensors")
+    >>> optimizer.load_state_dict(hf_stream.load_nested("optimizer.safetensors"))
+    """
+    target = Path(path)
+    single = target.suffix == _SUFFIX
+    if single and max_shard_size is not None:
+        raise CheckpointError(
+            f"'{target}' is to be one file, whatever its size; pass a directory, or no max_shard_size"
+        )
+    with collector_paused():
+        writer = LeafWriter()
+        tree = encode_structure(state, writer)
+        tensors = writer.place()
+        metadata = _structure_metadata(tree, tensors)
+        files = CheckpointFiles.plan(
+            tensors,
+            max_shard_size=_NO_LIMIT if single else max_shard_size or DEFAULT_MAX_SHARD_SIZE,
+            metadata=metadata,
+            pattern=_pattern(target.name) if single else shard_pattern(_FILE),
+        )
+    staging = Staging(target.parent, file=target.name) if single else Staging(target)
+    try:
+        jobs = [(tensors[name], region, name) for name, region in reserve(staging, files).items()]
+        write_into(jobs, buffer_size=buffer_size, progress=progress, desc="Saving")
+        for shard in files.shards:
+            staging.finish(shard.name)
+        staging.commit(entry=files.entry, stale=None if single else files.family)
+    except BaseException:
+        staging.abandon()
+        raise
+    return target
+
+
+def open_nested(path: str | os.PathLike[str]) -> Any:
+    """Open what `save_nested` wrote; reads headers and nothing else.
+
+    Args:
+        path: The file or the directory.
+
+    Returns:
+        The nesting, with LazyTensors at its leaves. The same tensor in two places is the same LazyTensor; views that
+        shared memory are views of one file, and are read apart. Numpy arrays are private mappings of the file, read
+        when they are used.
+
+    Raises:
+        FormatError: A header, an index or the structure is not what its format says.
+        CheckpointError: There is nothing to open, it is not whole, or it was not made by `save_nested`.
+    """
+    checkpoint, tree = _open(path)
+    return _build(checkpoint, tree, LeafReader(checkpoint, _mapped_array))
+
+
+def load_nested(
+    path: str | os.PathLike[str],
+    device: torch.device | str | None = None,
+    *,
+    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    progress: bool | Progress | None = None,
+) -> Any:
+    """Load what `save_nested` wrote, all tensors at once and in parallel.
+
+    Args:
+        path: The file or the directory.
+        device: Where to put the tensors; the CPU by default, wherever they were.
+        buffer_size: Bytes in flight beyond the result, at most.
+        progress: True for a bar in bytes, None for a bar on terminals only, False for none.
+
+    Returns:
+        The nesting. Tensors and numpy arrays that shared memory share it again (arrays and tensors with each other on
+        the CPU only).
+
+    Raises:
+        FormatError: A header, an index or the structure is not what its format says.
+        CheckpointError: There is nothing to open, it is not whole, or it was not made by `save_nested`.
+        CopyError: Reading failed.
+    """
+    checkpoint, tree = _open(path)
+    reader = LeafReader(checkpoint, _no_array)
+    _build(checkpoint, tree, reader)  # nothing is read before all of it is known to be right
+    lazies = {
+        name: checkpoint[name] if device is None or tags == {ARRAY} else checkpoint[name].to(device)
+        for name, tags in reader.names.items()
+    }
+    tensors = materialize(lazies, buffer_size=buffer_size, progress=progress, desc="Loading")
+    return decode_structure(tree, LeafReader(tensors, lambda tensor: tensor.cpu().numpy()))
+
+
+def _structure_metadata(tree: Any, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The metadata that holds the structure, or says which tensor does; that one is added."""
+    text = dump_structure({"version": _VERSION, "state": tree})
+    content = text.encode()
+    if len(content) > _MAX_METADATA:
+        tensors[_STRUCTURE_TENSOR] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        text = dump_structure({"version": _VERSION, TENSOR: _STRUCTURE_TENSOR})
+    return {STRUCTURE: text}
+
+
+def _pattern(file: str) -> str:
+    return file.removesuffix(_SUFFIX).replace("{", "{{").replace("}", "}}") + "{suffix}" + _SUFFIX
+
+
+def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, Any]:
+    """The checkpoint, and the structure's tree."""
+    source = Path(path)
+    if source.is_dir():
+        check_settled(source)
+        # Other checkpoints, a model's, may be beside it.
+        source = next((source / name for name in (_FILE, _INDEX) if (source / name).exists()), source)
+    checkpoint = open_checkpoint(source)
+    texts = {header.metadata.get(STRUCTURE) for header in checkpoint.headers.values()} or {None}
+    if len(texts) > 1:
+        raise CheckpointError(f"'{path}': the files belong to different states; get all of them again")
+    text = texts.pop()
+    if text is None:
+        raise CheckpointError(
+            f"'{path}' has tensors but no structure: save_nested did not make it; use open_checkpoint for its "
+            f"{len(checkpoint)} tensors by name"
+        )
+    try:
+        return checkpoint, _tree(checkpoint, text)
+    except FormatError as error:
+        raise FormatError(f"'{path}': {error}") from None
+
+
+def _tree(checkpoint: Checkpoint, text: str) -> Any:
+    fields = _fields(text)
+    if fields.get(TENSOR) == _STRUCTURE_TENSOR:
+        lazy = checkpoint.get(_STRUCTURE_TENSOR)
+        if lazy is None or lazy.dtype != torch.uint8 or lazy.dim() != 1:
+            raise FormatError(f"'{_STRUCTURE_TENSOR}' is not the text of the structure. Get the file again.")
+        try:
+            fields = _fields(str(lazy.materialize().numpy().data, "utf-8"))
+        except UnicodeDecodeError as error:
+            raise FormatError(f"'{_STRUCTURE_TENSOR}' is not text ({error}). Get the file again.") from None
+    if "state" not in fields:
+        raise FormatError("the structure has no 'state'. Get the file again.")
+    return fields["state"]
+
+
+def _fields(text: str) -> dict[str, Any]:
+    tree = parse_json(text)
+    fields = dict(tree) if isinstance(tree, Pairs) else {}
+    version = fields.get("version")
+    if type(version) is not int or len(fields) != 2 or len(tree) != 2:
+        raise FormatError("the structure is no object of 'version' and one more. Get the file again.")
+    if version != _VERSION:
+        raise FormatError(f"the structure has version {version}, known is {_VERSION}. Use a newer hf_stream.")
+    return fields
+
+
+def _build(checkpoint: Checkpoint, tree: Any, reader: LeafReader) -> object:
+    """The nesting, which must have a place for each tensor of the files."""
+    try:
+        state = decode_structure(tree, reader)
+        left_over = checkpoint.keys() - reader.names.keys() - {_STRUCTURE_TENSOR}
+        if left_over:
+            raise FormatError(
+                f"{len(left_over)} tensors have no place in the structure, {min(left_over)!r:.200} for one. "
+                "The file was changed by something that does not know of its structure: get it again."
+            )
+    except FormatError as error:
+        raise FormatError(f"'{checkpoint.path}': {error}") from None
+    return state
+
+
+def _mapped_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    return materialize([tensor], alias=True)[0].numpy()
+
+
+def _no_array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """One of the same dtype, for checks alone."""
+    return torch.empty(0, dtype=tensor.dtype).numpy()

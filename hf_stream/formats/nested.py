@@ -1,0 +1,388 @@
+"""The structure of a nested state as JSON: containers and plain values exactly, anything else as a tagged node.
+
+    null, true, 3, 1.5, "text", [...]      themselves
+    {"dict": {"lr": 0.1}}                  a dict whose keys are all text
+    {"dict": [[0, "a"], [null, "b"]]}      a dict with other keys; likewise "OrderedDict" and "Counter"
+    {"tuple": [...]}
+    {"int": "0x1f..."}                     beyond 64 bits
+    {"float": "nan"}                       or "inf", "-inf", or the 16 hex digits of any other NaN
+    {"complex": [1.0, 2.0]}
+    {"bytes": "aGk="}                      in base64; so is {"str": ...}, text with halves of surrogate pairs, in UTF-8
+    {"tensor": "state/0/exp_avg"}          and all other tags: the caller's
+
+An object that stands for a value has one name, its tag, so that no key of anybody's dict is taken for one.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NoReturn, TypeAlias
+
+from hf_stream.errors import FormatError
+from hf_stream.formats.strict_json import Pairs
+
+# Far below what the interpreter and its JSON parser can follow, in a caller's deep stack as well.
+MAX_DEPTH: Final = 100
+
+Keys: TypeAlias = Sequence[object]
+Json: TypeAlias = Any
+EncodeOther: TypeAlias = Callable[[object, Keys], dict[str, Json] | None]
+DecodeOther: TypeAlias = Callable[[str, Json, Keys], object]
+
+_DICTS: Final[dict[str, type[dict[Any, Any]]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_DICT_TAGS: Final = {kind: tag for tag, kind in _DICTS.items()}
+_INT64: Final = range(-(2**63), 2**64)
+_HEX_INT: Final = re.compile(r"-?0x[0-9a-f]+")
+_HEX_FLOAT: Final = re.compile(r"[0-9a-f]{16}")
+_NAN: Final = struct.pack(">d", math.nan)
+_ROOT: Final = "value"
+_BARE: Final = re.compile(r"[\w.+:@-]+")
+# What other keys than text look like, and the names that files keep for themselves.
+_NOT_BARE: Final = frozenset({"None", "True", "False", "__metadata__", "__structure__"})
+_DAMAGED: Final = "The file is damaged, or not made by save_nested: get it again."
+
+
+def path_of(keys: Keys) -> str:
+    """A readable name for a place in a nesting: ["state", 0, "exp_avg"] -> "state/0/exp_avg"; unique in it.
+
+    Text that could be taken for something else is quoted: the key "0" gives '"0"', the key 0 gives '0'.
+    """
+    return "/".join(map(_component, keys)) or _ROOT
+
+
+def encode_structure(state: object, other: EncodeOther) -> Json:
+    """The nesting as a tree for `json.dumps`.
+
+    Args:
+        state: Any nesting of dicts, lists and tuples with plain values.
+        other: Given a value of another type and the keys that lead to it, returns its node (with one tag, not one of
+            those above), or None for what it does not know. It may change the node before the tree is dumped.
+
+    Raises:
+        FormatError: A value cannot be told exactly, a container holds itself, or the nesting is too deep.
+    """
+    try:
+        return _Encoder(other).node(state)
+    except RecursionError:
+        raise FormatError(f"the state nests deeper than {MAX_DEPTH} levels. Make it flatter.") from None
+
+
+def dump_structure(tree: Json) -> str:
+    """A tree as text, without anything that is not Unicode."""
+    return json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def parse_json(text: str) -> Json:
+    """The text's tree: objects are `Pairs`, and names repeated in them are kept.
+
+    Raises:
+        FormatError: It is not JSON, or too deep.
+    """
+    try:
+        return _JSON.decode(text)
+    except RecursionError:
+        raise FormatError(f"the structure nests deeper than {MAX_DEPTH} levels. {_DAMAGED}") from None
+    except ValueError as error:
+        raise FormatError(f"the structure is not JSON ({error!s:.80}). {_DAMAGED}") from None
+
+
+def decode_structure(tree: Json, other: DecodeOther) -> object:
+    """The nesting that a tree from `parse_json` tells.
+
+    Args:
+        tree: What `encode_structure` made, or what somebody else did.
+        other: Given a tag, what is under it, and the keys that lead there, returns the value, or raises `FormatError`.
+
+    Raises:
+        FormatError: It tells no nesting.
+    """
+    return _Decoder(other).value(tree)
+
+
+def malformed(keys: Keys, fact: str) -> FormatError:
+    """The error for a node at the place to which `keys` lead."""
+    return FormatError(f"'{path_of(keys)}': {fact}. {_DAMAGED}")
+
+
+class _Encoder:
+    def __init__(self, other: EncodeOther) -> None:
+        self._other = other
+        self._keys: list[object] = []
+        self._open: set[int] = set()  # containers around the value at hand
+
+    def node(self, value: object) -> Json:
+        kind = type(value)
+        if kind in (list, tuple) or kind in _DICT_TAGS:
+            return self._container(value)
+        found = _plain(value)
+        if found is not None or value is None:
+            return found
+        found = self._other(value, self._keys)
+        if found is None:
+            raise FormatError(f"'{path_of(self._keys)}' {_refusal(value)}")
+        return found
+
+    def _container(self, value: Any) -> Json:
+        if id(value) in self._open:
+            raise FormatError(f"'{path_of(self._keys)}' holds itself. Break the cycle.")
+        if len(self._open) == MAX_DEPTH:
+            raise FormatError(f"'{path_of(self._keys)}' nests deeper than {MAX_DEPTH} levels. Make the state flatter.")
+        self._open.add(id(value))
+        node: Json
+        tag = _DICT_TAGS.get(type(value))
+        if tag is not None:
+            node = {tag: self._items(value)}
+        else:
+            items = [self._at(number, item) for number, item in enumerate(value)]
+            node = items if type(value) is list else {"tuple": items}
+        self._open.remove(id(value))
+        return node
+
+    def _items(self, value: dict[object, object]) -> Json:
+        if all(type(key) is str and _is_unicode(key) for key in value):
+            return {key: self._at(key, item) for key, item in value.items()}
+        return [[self._key(key), self._at(key, item)] for key, item in value.items()]
+
+    def _at(self, key: object, value: object) -> Json:
+        self._keys.append(key)
+        node = self.node(value)
+        self._keys.pop()
+        return node
+
+    def _key(self, key: object) -> Json:
+        node = _key_node(key)
+        if node is None and key is not None:
+            raise FormatError(
+                f"'{path_of(self._keys)}': the key {key!r:.80} is a {type(key).__name__}; keys can be text, bytes, "
+                "numbers but NaN, None, and tuples of these. Use such a key."
+            )
+        return node
+
+
+class _Decoder:
+    def __init__(self, other: DecodeOther) -> None:
+        self._other = other
+        self._keys: list[object] = []
+        self._depth = 0
+
+    def value(self, node: Json) -> object:
+        if isinstance(node, list):
+            return self._list(node)
+        if not isinstance(node, Pairs):
+            return node
+        if len(node) != 1:
+            raise malformed(self._keys, f"a node with {len(node)} names, of which there must be one")
+        ((tag, content),) = node
+        if tag == "tuple":
+            if not isinstance(content, list):
+                raise malformed(self._keys, "a tuple that is not a list")
+            return tuple(self._list(content))
+        if tag in _DICTS:
+            return self._dict(_DICTS[tag], content)
+        if tag in _SCALARS:
+            return self._scalar(tag, content)
+        return self._other(tag, content, self._keys)
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise malformed(self._keys, f"nests deeper than {MAX_DEPTH} levels")
+
+    def _list(self, nodes: list[Json]) -> list[object]:
+        self._enter()
+        items = [self._at(number, node) for number, node in enumerate(nodes)]
+        self._depth -= 1
+        return items
+
+    def _dict(self, kind: type[dict[Any, Any]], content: Json) -> dict[Any, Any]:
+        self._enter()
+        if isinstance(content, Pairs):
+            pairs: list[tuple[object, Json]] = list(content)
+        elif isinstance(content, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in content):
+            pairs = [(self._key(key), node) for key, node in content]
+        else:
+            raise malformed(self._keys, f"a {kind.__name__} that is neither an object nor a list of pairs")
+        found = kind()
+        for key, node in pairs:
+            if key in found:
+                raise malformed(self._keys, f"the key {key!r:.80} is repeated")
+            found[key] = self._at(key, node)
+        self._depth -= 1
+        return found
+
+    def _key(self, node: Json) -> object:
+        try:
+            key = _Decoder(_no_key).value(node)
+            hash(key)
+        except (ValueError, TypeError):
+            raise malformed(self._keys, f"{node!r:.80} is no key") from None
+        if _key_node(key) is None and key is not None:
+            raise malformed(self._keys, f"{node!r:.80} is no key")
+        return key
+
+    def _at(self, key: object, node: Json) -> object:
+        self._keys.append(key)
+        value = self.value(node)
+        self._keys.pop()
+        return value
+
+    def _scalar(self, tag: str, content: Json) -> object:
+        try:
+            return _SCALARS[tag](content)
+        except (ValueError, TypeError):
+            raise malformed(self._keys, f"{content!r:.80} is no {tag}") from None
+
+
+def _plain(value: object) -> Json:
+    """The node of a value that is neither a container nor the caller's; None for others, and for None."""
+    kind = type(value)
+    if kind is str:
+        assert isinstance(value, str)
+        return value if _is_unicode(value) else {"str": _base64(value.encode("utf-8", "surrogatepass"))}
+    if kind is bool:
+        return value
+    if kind is int:
+        assert isinstance(value, int)
+        return value if value in _INT64 else {"int": hex(value)}
+    if kind is float:
+        assert isinstance(value, float)
+        return value if math.isfinite(value) else {"float": _float_text(value)}
+    if kind is complex:
+        assert isinstance(value, complex)
+        return {"complex": [_plain(value.real), _plain(value.imag)]}
+    if kind is bytes:
+        assert isinstance(value, bytes)
+        return {"bytes": _base64(value)}
+    return None
+
+
+def _key_node(key: object) -> Json:
+    """The node of a key; None for what is no key, and for None."""
+    if type(key) is tuple:
+        nodes = [_key_node(item) for item in key]
+        fit = all(node is not None or item is None for node, item in zip(nodes, key, strict=True))
+        return {"tuple": nodes} if fit else None
+    if isinstance(key, float | complex) and key != key:
+        return None  # nobody could ask for it, and two of them would share a path
+    return _plain(key)
+
+
+def _component(key: object) -> str:
+    if type(key) is str:
+        bare = _BARE.fullmatch(key) and key not in _NOT_BARE and not _is_number(key)
+        return key if bare else _quoted(key)
+    if type(key) is tuple:
+        return "(" + ",".join(map(_component, key)) + ")"
+    if key is None or type(key) in (bool, float) or (type(key) is int and key in _INT64):
+        return repr(key)
+    node = _key_node(key)
+    return _quoted(f"<{type(key).__name__}>") if node is None else dump_structure(node).replace("/", "\\u002f")
+
+
+def _quoted(text: str) -> str:
+    """The text as JSON, without slashes; halves of surrogate pairs are escaped, whole characters are not."""
+    quoted = json.dumps(text, ensure_ascii=False).replace("/", "\\u002f")
+    return "".join(f"\\u{ord(c):04x}" if "\ud800" <= c <= "\udfff" else c for c in quoted)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_unicode(text: str) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _float_text(value: float) -> str:
+    bits = struct.pack(">d", value)
+    return str(value) if bits == _NAN or math.isinf(value) else bits.hex()
+
+
+def _parse_float(text: str) -> float:
+    if text in ("nan", "inf", "-inf"):
+        return float(text)
+    if not _HEX_FLOAT.fullmatch(text):
+        raise ValueError
+    (value,) = struct.unpack(">d", bytes.fromhex(text))
+    return float(value)
+
+
+def _parse_int(text: str) -> int:
+    if not _HEX_INT.fullmatch(text):
+        raise ValueError
+    return int(text, 16)
+
+
+def _parse_complex(parts: Json) -> complex:
+    real, imaginary = (_Decoder(_no_key).value(part) for part in parts)
+    if type(real) is not float or type(imaginary) is not float:
+        raise ValueError
+    return complex(real, imaginary)
+
+
+def _parse_bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _parse_str(text: str) -> str:
+    return _parse_bytes(text).decode("utf-8", "surrogatepass")
+
+
+_SCALARS: Final[dict[str, Callable[[Json], object]]] = {
+    "int": _parse_int,
+    "float": _parse_float,
+    "complex": _parse_complex,
+    "bytes": _parse_bytes,
+    "str": _parse_str,
+}
+
+
+def _no_key(tag: str, content: Json, keys: Keys) -> NoReturn:
+    del content, keys
+    raise ValueError(tag)
+
+
+def _refusal(value: object) -> str:
+    kind = type(value)
+    base = next((b for b in (dict, list, tuple, str, int, float, bytes) if isinstance(value, b)), None)
+    if base is not None:
+        plain = base.__name__
+        return f"is a {kind.__name__}, of which only the {plain} would come back. Pass {plain}(...) of it."
+    return (
+        f"is a {kind.__module__}.{kind.__qualname__}. A nested state holds tensors, numpy arrays, dicts, lists, tuples "
+        "and plain values: convert it to these, or leave it out."
+    )
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"number out of range: {text:.40}")
+    return value
+
+
+def _constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+_JSON: Final = json.JSONDecoder(object_pairs_hook=Pairs, parse_float=_finite, parse_constant=_constant)

@@ -91,11 +91,11 @@ class CheckpointFiles:
         for file, names in (split.filename_to_tensors or {single: []}).items():
             prefix, header = encode_header({name: (specs[name].dtype, specs[name].shape) for name in names}, metadata)
             shards.append(ShardFile(file, prefix, header))
-        family = _family(pattern, index)
+        stale = family(pattern, index)
         if not split.is_sharded:
-            return cls(tuple(shards), {}, single, family)
+            return cls(tuple(shards), {}, single, stale)
         content = encode_index(split.tensor_to_filename, {**(index_metadata or {}), "total_size": split.total_size})
-        return cls(tuple(shards), {index: content}, index, family)
+        return cls(tuple(shards), {index: content}, index, stale)
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +120,8 @@ def check_has_data(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"'{name}' has the layout {tensor.layout}; make it dense first, with .to_dense()")
 
 
-def _family(pattern: str, index: str) -> re.Pattern[str]:
+def family(pattern: str, index: str | None = None) -> re.Pattern[str]:
+    """Matches every weight file of a pattern with `{suffix}`, sharded or not, and their index."""
     before, after = (re.escape(part) for part in pattern.format(suffix="\0").split("\0"))
-    return re.compile(rf"{before}(-\d{{5}}-of-\d{{5}})?{after}|{re.escape(index)}")
+    weights = rf"{before}(-\d{{5}}-of-\d{{5}})?{after}"
+    return re.compile(weights if index is None else rf"{weights}|{re.escape(index)}")

@@ -13,7 +13,7 @@ import torch
 import transformers
 from programs import bits
 from safetensors.torch import load_file, save_file
-from torch import nn
+from same_models import assert_same
 
 import hf_stream
 from hf_stream.layouts import Drop, Layout, Rename, packed_gate_up, packed_qkv
@@ -27,21 +27,6 @@ ARGUMENTS = {
     "bfloat16_on_a_device_map": {"dtype": "bfloat16", "device_map": "cpu"},
     "float64": {"dtype": torch.float64},
 }
-
-
-def assert_same(ours: nn.Module, plain: nn.Module) -> None:
-    assert type(ours) is type(plain)
-    for kind in ("named_parameters", "named_buffers"):
-        a = dict(getattr(ours, kind)(remove_duplicate=False))
-        b = dict(getattr(plain, kind)(remove_duplicate=False))
-        assert list(a) == list(b)
-        for name, x in a.items():
-            y = b[name]
-            assert type(x) is type(y), name
-            assert (x.dtype, x.shape, x.device, x.requires_grad) == (y.dtype, y.shape, y.device, y.requires_grad), name
-            assert bits(x) == bits(y), name
-        ties = {frozenset(n for n in a if a[n] is x) for x in a.values()}
-        assert ties == {frozenset(n for n in b if b[n] is y) for y in b.values()}
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
@@ -309,19 +294,6 @@ def test_no_pickle_is_executed_whatever_the_caller_says(saved, tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         hf_stream.from_pretrained(transformers.LlamaForCausalLM, tmp_path, weights_only=False)
     assert not (tmp_path / "touched").exists()
-
-
-def test_a_layout_with_disk_offload_is_refused_in_words(saved, tmp_path: Path):
-    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
-    device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    with pytest.raises(hf_stream.LayoutError, match=r"offloading to disk.*hf_stream\.convert"):
-        hf_stream.from_pretrained(
-            transformers.LlamaForCausalLM,
-            saved("llama"),
-            layout=Layout([Rename("a", "b")]),
-            device_map=device_map,
-            offload_folder=tmp_path,
-        )
 
 
 def test_a_state_dict_of_real_tensors_is_shared_not_copied_as_in_transformers(random_model):

@@ -8,7 +8,9 @@ place where this hooks in is `PreTrainedModel._load_pretrained_model`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,14 +18,17 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import _is_on_hf_mount, load_state_dict
+from transformers.utils.quantization_config import QuantizationMethod
 
 from hf_stream.checkpoint import AnyLayout, apply_layout, open_files
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
-from hf_stream.errors import LayoutError
+from hf_stream.errors import LayoutError, LazyTensorError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shared import Shared
 from hf_stream.integrations.transformers.hooks import Request, asking, hooked
+from hf_stream.integrations.transformers.offload import streamed_offload
+from hf_stream.integrations.transformers.quantized import real_inputs
 from hf_stream.layouts.transformers_engine import no_bars, no_thread_pool
 from hf_stream.lazy import LazyTensor, materialize
 
@@ -69,8 +74,26 @@ def from_pretrained(
 
     >>> model = hf_stream.from_pretrained(AutoModelForCausalLM, "org/repo", dtype="auto")  # doctest: +SKIP
     """
-    with streamed_loads(), asking(Request(layout, buffer_size=buffer_size, progress=progress)):
-        return cls.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    if layout is not None and kwargs.get("gguf_file"):
+        # Transformers may read all of it before it loads the model.
+        raise _conflict("a GGUF file")
+    used = False
+
+    def noted(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        nonlocal used
+        used = True
+        assert layout is not None
+        return layout(tensors)
+
+    request = Request(None if layout is None else noted, buffer_size=buffer_size, progress=progress)
+    with streamed_loads(), asking(request):
+        loaded = cls.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    if layout is not None and not used:
+        raise LayoutError(
+            f"{getattr(cls, '__name__', cls)} loaded '{pretrained_model_name_or_path}' in a way of its own and did not "
+            "use the layout; convert the checkpoint first, with hf_stream.convert"
+        )
+    return loaded
 
 
 def stream_load(
@@ -83,18 +106,27 @@ def stream_load(
     expected_keys: list[str] | None = None,
 ) -> Any:
     """Run transformers' `_load_pretrained_model` (`load`) on lazies, and read what it has placed in the model."""
+    if expected_keys is not None:
+        # An adapter, which transformers loads into the model when that is there: the layout is that of the model.
+        request = replace(request, layout=None)
     obstacle = _obstacle(load_config)
+    if request.layout is not None and (other := obstacle or _described_by_name(load_config)):
+        raise _conflict(other)
     if obstacle is not None:
-        if request.layout is not None:
-            raise LayoutError(
-                f"a layout cannot be combined with {obstacle}; convert the checkpoint first, with hf_stream.convert"
-            )
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
+    alias = _may_map(checkpoint_files or (), load_config)
     with collector_paused():
         tensors = apply_layout(request.layout, _open(state_dict, checkpoint_files, load_config))
-    with asking(None), collector_paused(), no_bars(), no_thread_pool():
-        result = load(model, tensors, checkpoint_files, load_config, expected_keys)
-    materialize_model(model, request, alias=_may_map(checkpoint_files or (), load_config))
+    with (
+        asking(None),
+        nullcontext() if _works_on_data(load_config) else _symbolic(),
+        no_thread_pool(),
+        real_inputs(load_config, buffer_size=request.buffer_size, alias=alias),
+        streamed_offload(request.buffer_size),
+    ):
+        # Transformers need not write to the offload folder what lies in a file already, if that is what is wanted.
+        result = load(model, tensors, checkpoint_files if request.layout is None else None, load_config, expected_keys)
+    materialize_model(model, request, alias=alias)
     return result
 
 
@@ -128,7 +160,7 @@ def _open(
     state_dict: Mapping[str, torch.Tensor] | None, checkpoint_files: Sequence[str] | None, load_config: Any
 ) -> Mapping[str, torch.Tensor]:
     if state_dict is not None:
-        return {name: LazyTensor.from_tensor(tensor) for name, tensor in state_dict.items()}
+        return {name: _lazy(tensor) for name, tensor in state_dict.items()}
     files = checkpoint_files or []
     if files and all(file.endswith(".safetensors") for file in files):
         # One by one: of a name in two files, transformers takes the last.
@@ -138,7 +170,15 @@ def _open(
     for file in files:
         # As in transformers, whatever `weights_only` says: no pickle is executed.
         loaded.update(load_state_dict(file, disable_mmap=load_config.disable_mmap))
-    return {name: LazyTensor.from_tensor(tensor) for name, tensor in loaded.items()}
+    return {name: _lazy(tensor) for name, tensor in loaded.items()}
+
+
+def _lazy(entry: Any) -> Any:
+    """A lazy view of a tensor; what has no plain memory (quantized tensors, say), or is no tensor, as it is."""
+    try:
+        return LazyTensor.from_tensor(entry) if isinstance(entry, torch.Tensor) else entry
+    except LazyTensorError:
+        return entry
 
 
 def _may_map(checkpoint_files: Sequence[str], load_config: Any) -> bool:
@@ -147,16 +187,41 @@ def _may_map(checkpoint_files: Sequence[str], load_config: Any) -> bool:
 
 
 def _obstacle(load_config: Any) -> str | None:
-    """What in a load needs real tensors on the way, in words; None if nothing does."""
-    if load_config.hf_quantizer is not None:
-        return "a quantized model"
-    if "disk" in (load_config.device_map or {}).values():
-        return "offloading to disk"
+    """What of a load transformers does by itself, in words; None if it can stream."""
+    quantizer = load_config.hf_quantizer
+    if quantizer is not None and quantizer.quantization_config.quant_method == QuantizationMethod.GGUF:
+        return "a GGUF file"
     if load_config.device_mesh is not None:
         return "a device mesh"
     if is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
         return "DeepSpeed ZeRO-3"
     return None
+
+
+def _described_by_name(load_config: Any) -> str | None:
+    """A checkpoint whose files' headers say by name what its tensors are, in words; None for all others."""
+    quantizer = load_config.hf_quantizer
+    if quantizer is None or quantizer.quantization_config.quant_method != QuantizationMethod.TORCHAO:
+        return None
+    return "a checkpoint that torchao has quantized" if quantizer.pre_quantized else None
+
+
+def _conflict(other: str) -> LayoutError:
+    return LayoutError(
+        f"a layout cannot be combined with {other}; convert the checkpoint first, with hf_stream.convert"
+    )
+
+
+def _works_on_data(load_config: Any) -> bool:
+    """Whether transformers writes or computes while it loads: that takes its time, and makes garbage."""
+    return load_config.hf_quantizer is not None or "disk" in (load_config.device_map or {}).values()
+
+
+@contextmanager
+def _symbolic() -> Iterator[None]:
+    """Run a block that is done in no time, and needs neither the garbage collector nor transformers' bars."""
+    with collector_paused(), no_bars():
+        yield
 
 
 streamed_loads = Shared(lambda: hooked("_load_pretrained_model", stream_load))

@@ -21,6 +21,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 _PREFIX = "base_model.model."
 _WRAPPER = ".base_layer"
+_WRAPPERS = re.compile(r"(\.base_layer)+\.")
 _PART = re.compile(
     r"(?P<module>.+)\."
     r"(?P<part>lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
@@ -174,7 +175,7 @@ class LoraAdapter:
             if found:
                 modules.setdefault(found["module"], {})[found["part"]] = lazy
             elif not any(copy in f".{name}" for copy in _COPIES):
-                trained[name.replace(f"{_WRAPPER}.", ".")] = lazy
+                trained[_WRAPPERS.sub(".", f".{name}")[1:]] = lazy
         return [self._factors(module, parts) for module, parts in modules.items()], trained
 
     def _factors(self, path: str, parts: Mapping[str, torch.Tensor]) -> Factors:

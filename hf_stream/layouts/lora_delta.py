@@ -82,10 +82,9 @@ def merge_linear(
     if factors.magnitude is None:
         return _add(weight, update)
     delta = update[:]
-    turn = (lambda matrix: matrix.T) if turned else (lambda matrix: matrix)
-    norm = torch.linalg.norm(turn(weight) + turn(delta), dim=1)
+    norm: torch.Tensor = torch.linalg.norm(_turn(weight, turned) + _turn(delta, turned), dim=1)
     factor = factors.magnitude.to(adapter_dtype(weight, autocast)) / norm
-    return (turn(factor.view(-1, 1)) * (weight + delta)).to(weight.dtype)
+    return (_turn(factor.view(-1, 1), turned) * (weight + delta)).to(weight.dtype)
 
 
 def merge_embedding(weight: torch.Tensor, factors: Factors, scaling: float, *, autocast: bool) -> torch.Tensor:
@@ -95,7 +94,7 @@ def merge_embedding(weight: torch.Tensor, factors: Factors, scaling: float, *, a
     if factors.magnitude is None:
         return _add(weight, replace(update, dtypes=(*update.dtypes, weight.dtype)))
     delta = update[:]
-    norm = torch.linalg.norm(weight.T + delta.T, dim=1)
+    norm: torch.Tensor = torch.linalg.norm(weight.T + delta.T, dim=1)
     factor = factors.magnitude.to(adapter_dtype(weight, autocast)) / norm
     return (factor.view(1, -1) * (weight + delta)).to(weight.dtype)
 
@@ -120,7 +119,7 @@ def merge_convolution(weight: torch.Tensor, factors: Factors, scaling: float, *,
     if factors.magnitude is None:
         return _add(weight, update)
     delta = update[:]
-    norm = (weight + delta).norm(p=2, dim=tuple(range(1, weight.ndim)), keepdim=True).transpose(1, 0)
+    norm: torch.Tensor = (weight + delta).norm(p=2, dim=tuple(range(1, weight.ndim)), keepdim=True).transpose(1, 0)
     factor = factors.magnitude.to(dtype) / norm
     return (factor.view(-1, *[1] * (weight.ndim - 1)) * (weight + delta)).to(weight.dtype)
 
@@ -152,6 +151,10 @@ def merge_bias(
 def _matrix_update(factors: Factors, scaling: float, dtype: torch.dtype) -> _Update:
     a, b = factors.a.to(dtype), factors.b.to(dtype)
     return _Update(_full(b) @ _full(a), scaling, (dtype,) if dtype in _HALF else ())
+
+
+def _turn(matrix: torch.Tensor, turned: bool) -> torch.Tensor:
+    return matrix.T if turned else matrix
 
 
 def _full(factor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+from trainings import llama, trainer
+from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+
+from hf_stream import CheckpointError
+from hf_stream.checkpoint.work import WorkDirectory
+from hf_stream.integrations.trainer import StreamingCheckpointCallback, place
+from hf_stream.integrations.trainer.methods import METHODS
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def checkpoint(directory: Path, step: int, text: str = "") -> Path:
+    path = directory / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "file").write_text(text)
+    return path
+
+
+def test_a_directory_that_grows_is_no_checkpoint_until_it_is_complete(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint-3"
+    with place.growing(target) as path:
+        (path / "file").touch()
+        assert path.name == target.name
+        assert get_last_checkpoint(str(tmp_path)) is None
+        assert [name[0] for name in names(tmp_path)] == ["_"]  # which Trainer leaves out when it uploads
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert names(target) == ["file"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_save_that_fails_leaves_what_there_was(tmp_path: Path, exists: bool) -> None:
+    target = checkpoint(tmp_path, 3, "old") if exists else tmp_path / "checkpoint-3"
+    with pytest.raises(FileNotFoundError), place.growing(target) as path:
+        (path / "no such" / "place").touch()
+    assert names(tmp_path) == ["checkpoint-3"] * exists
+    assert not exists or names(target) == ["file"]
+
+
+def test_an_old_checkpoint_of_the_same_step_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, 3, "old")
+    with place.growing(target) as path:
+        (path / "new").touch()
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert names(target) == ["new"]
+
+
+def test_a_replacement_that_was_cut_short_is_completed(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, 3, "old")
+    new = place.growing_path(target)
+    new.mkdir(parents=True)
+    (new / "new").touch()
+    os.rename(target, new.parent / "replaced")
+    place.clear_leftovers(str(tmp_path))
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert names(target) == ["new"]
+
+
+def test_leftovers_go_and_what_others_work_on_stays(tmp_path: Path) -> None:
+    killed, removed = place.growing_path(tmp_path / "checkpoint-1"), place.growing_path(tmp_path / "checkpoint-2")
+    killed.mkdir(parents=True)
+    (removed.parent / "removed").mkdir(parents=True)
+    kept = checkpoint(tmp_path, 4)
+    with place.growing(tmp_path / "checkpoint-3") as path:
+        (path / "file").touch()
+        trainer(llama(), tmp_path, StreamingCheckpointCallback())
+        assert names(tmp_path) == ["_checkpoint-3.hf-stream", "checkpoint-4"]
+        with pytest.raises(CheckpointError, match="another process"), place.growing(tmp_path / "checkpoint-3"):
+            pass
+    assert names(tmp_path) == ["checkpoint-3", kept.name]
+
+
+@pytest.mark.parametrize("limit", [None, 0, 1, 2, 3, 9])
+@pytest.mark.parametrize("best", [None, 1, 4, 5, 7])
+@pytest.mark.parametrize("apart", [True, False], ids=["by-time", "by-number"])
+def test_those_are_removed_that_trainer_would_remove(
+    tmp_path: Path, limit: int | None, best: int | None, apart: bool
+) -> None:
+    left = []
+    for who, remove in (("plain", rotate_checkpoints), ("ours", place.remove_oldest)):
+        for number, step in enumerate([5, 4, 1, 10]):
+            path = checkpoint(tmp_path / who, step)
+            now = time.time() + number * apart
+            os.utime(path, (now, now))
+        directory = str(tmp_path / who)
+        arguments = {"use_mtime": True} if who == "plain" else {}
+        remove(directory, limit, f"{directory}/checkpoint-{best}" if best else None, **arguments)
+        left.append(names(tmp_path / who))
+    assert left[0] == left[1]
+
+
+def test_methods_are_hooked_while_a_callback_lives_and_as_before_afterwards() -> None:
+    gc.collect()
+    before = {name: vars(Trainer)[name] for name in METHODS}
+    assert not any(hasattr(method, "__wrapped__") for method in before.values())
+    first = StreamingCheckpointCallback()
+    hooked = {name: vars(Trainer)[name] for name in METHODS}
+    assert all(hooked[name].__wrapped__ is before[name] for name in METHODS)
+    others = [StreamingCheckpointCallback(), copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
+    assert {name: vars(Trainer)[name] for name in METHODS} == hooked
+    del first
+    gc.collect()
+    assert {name: vars(Trainer)[name] for name in METHODS} == hooked
+    others.clear()
+    gc.collect()
+    assert {name: vars(Trainer)[name] for name in METHODS} == before
+
+
+def test_what_somebody_else_puts_over_a_hook_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = StreamingCheckpointCallback()
+    hook = vars(Trainer)["_save_scaler"]
+
+    def over(*args: Any) -> Any:
+        return hook(*args)
+
+    monkeypatch.setattr(Trainer, "_save_scaler", over)
+    del callback
+    gc.collect()
+    assert vars(Trainer)["_save_scaler"] is over
+    assert not hasattr(vars(Trainer)["_save"], "__wrapped__")
+    monkeypatch.setattr(Trainer, "_save_scaler", hook.__wrapped__)
+
+
+def test_a_trainer_without_the_callback_is_as_ever(tmp_path: Path) -> None:
+    callback = StreamingCheckpointCallback()
+    trainer(llama(), tmp_path, max_steps=2).train()
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth"} <= set(names(tmp_path / "checkpoint-2"))
+    del callback
+
+
+def test_a_model_keeps_a_save_pretrained_of_its_own(tmp_path: Path) -> None:
+    model = llama()
+    mine = model.save_pretrained
+    vars(model)["save_pretrained"] = mine
+    run = trainer(model, tmp_path, StreamingCheckpointCallback())
+    run.save_model(str(tmp_path / "saved"))
+    assert vars(model)["save_pretrained"] is mine
+    del vars(model)["save_pretrained"]
+    run.save_model(str(tmp_path / "saved"))
+    assert "save_pretrained" not in vars(model)
+
+
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.XLA])
+def test_sharded_training_is_refused_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: DistributedType
+) -> None:
+    run = trainer(llama(), tmp_path)
+    callback = StreamingCheckpointCallback()
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", kind)
+    with pytest.raises(CheckpointError, match="StreamingCheckpointCallback cannot save under"):
+        callback.on_init_end(run.args, run.state, run.control, model=run.model)
+
+
+def test_a_model_that_was_sharded_when_it_was_loaded_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    run = trainer(model, tmp_path)
+    model._is_distributed_loading_by_transformers = True
+    with pytest.raises(CheckpointError, match="sharded over ranks"):
+        StreamingCheckpointCallback().on_init_end(run.args, run.state, run.control, model=model)
+
+
+def test_while_one_checkpoint_is_saved_another_process_is_refused(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    run = trainer(llama(), tmp_path, StreamingCheckpointCallback())
+    run.create_optimizer_and_scheduler(4)
+    path = place.growing_path(tmp_path / "checkpoint-0")
+    elsewhere = WorkDirectory(path.parent)
+    with pytest.raises(CheckpointError, match="another process"):
+        run._save_checkpoint(run.model, trial=None)
+    elsewhere.close(remove=True)
+    run._save_checkpoint(run.model, trial=None)
+    assert names(tmp_path) == ["checkpoint-0"]

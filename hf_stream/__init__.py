@@ -13,9 +13,12 @@ from hf_stream.checkpoint import (
     Differences,
     convert,
     load_into,
+    load_nested,
     open_checkpoint,
+    open_nested,
     plan_conversion,
     save_checkpoint,
+    save_nested,
     verify,
 )
 from hf_stream.errors import CheckpointError, CopyError, FormatError, HfStreamError, LayoutError, LazyTensorError
@@ -23,7 +26,16 @@ from hf_stream.layouts import Layout
 from hf_stream.lazy import LazyTensor, materialize
 
 if TYPE_CHECKING:
-    from hf_stream.integrations.transformers import StreamingMixin, from_pretrained, save_pretrained
+    from transformers.models.auto import *  # noqa: F403
+
+    from hf_stream.integrations.transformers import (
+        StreamingMixin,
+        disable,
+        enable,
+        from_pretrained,
+        save_pretrained,
+        streaming,
+    )
 
 __version__ = "0.1.0"
 
@@ -43,24 +55,46 @@ __all__ = [
     "LazyTensorError",
     "StreamingMixin",
     "convert",
+    "disable",
+    "enable",
     "from_pretrained",
     "layouts",
     "load_into",
+    "load_nested",
     "materialize",
     "open_checkpoint",
+    "open_nested",
     "plan_conversion",
     "save_checkpoint",
+    "save_nested",
     "save_pretrained",
+    "streaming",
     "verify",
 ]
 
 # Importing transformers takes seconds; those who only touch checkpoints need not wait for it.
-_FROM_TRANSFORMERS = frozenset({"StreamingMixin", "from_pretrained", "save_pretrained"})
+_FROM_TRANSFORMERS = frozenset(
+    {"StreamingMixin", "disable", "enable", "from_pretrained", "save_pretrained", "streaming"}
+)
+
+# Type checkers see the names above, and tell one that is nowhere.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """What needs transformers, its Auto classes included."""
+        if name in _FROM_TRANSFORMERS:
+            from hf_stream.integrations import transformers
+
+            return getattr(transformers, name)
+        if name.startswith("Auto"):
+            from hf_stream.integrations.transformers.auto import auto_class, auto_names
+
+            if name in auto_names():
+                return auto_class(name)
+        raise AttributeError(f"module 'hf_stream' has no attribute '{name}'")
 
 
-def __getattr__(name: str) -> Any:
-    if name in _FROM_TRANSFORMERS:
-        from hf_stream.integrations import transformers
+def __dir__() -> list[str]:
+    from hf_stream.integrations.transformers.auto import auto_names
 
-        return getattr(transformers, name)
-    raise AttributeError(f"module 'hf_stream' has no attribute '{name}'")
+    return sorted({*globals(), *__all__, *auto_names()})

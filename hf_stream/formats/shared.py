@@ -16,7 +16,8 @@ class Shared:
 
     def __init__(self, change: Callable[[], AbstractContextManager[None]]) -> None:
         self._change = change
-        self._lock = threading.Lock()
+        # A block may end in a finalizer, which may come in the middle of another one's entry or exit.
+        self._lock = threading.RLock()
         self._users = 0
         self._made = ExitStack()
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from transformers import PreTrainedModel
@@ -66,10 +68,57 @@ def saved(
     def save(name: str, sharded: bool = False) -> Path:
         if (name, sharded) not in paths:
             paths[name, sharded] = tmp_path_factory.mktemp(name)
-            random_model(name).save_pretrained(paths[name, sharded], max_shard_size=SHARD if sharded else "50GB")
+            # `passed_whole` may be watching the test that asks first.
+            with pytest.MonkeyPatch.context() as unwatched:
+                unwatched.setattr("transformers.modeling_utils.safe_save_file", safetensors.torch.save_file)
+                random_model(name).save_pretrained(paths[name, sharded], max_shard_size=SHARD if sharded else "50GB")
         return paths[name, sharded]
 
     return save
+
+
+class _Watched:
+    """A file of safetensors' `safe_open`, or a slice of it, which notes what is read of it."""
+
+    def __init__(self, inner: Any, names: list[str], name: str = "") -> None:
+        self._inner, self._names, self._name = inner, names, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __enter__(self) -> _Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._inner.__exit__(None, None, None)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self._names.append(self._name)
+        return self._inner[index]
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        self._names.append(name)
+        return self._inner.get_tensor(name)
+
+    def get_slice(self, name: str) -> _Watched:
+        return _Watched(self._inner.get_slice(name), self._names, name)
+
+
+@pytest.fixture
+def passed_whole(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of tensors that transformers has loaded or saved with the safetensors library: none, if it streams."""
+    names: list[str] = []
+
+    def watched_open(*args: Any, **kwargs: Any) -> _Watched:
+        return _Watched(safetensors.safe_open(*args, **kwargs), names)
+
+    def save(tensors: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        names.extend(tensors)
+        safetensors.torch.save_file(tensors, *args, **kwargs)
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_open", watched_open)
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", save)
+    return names
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """The one way in: methods of `PreTrainedModel` that stream where somebody has asked for it, and are plain elsewhere.
 
-Auto classes, pipelines and wrapped models choose the class themselves, so it is the base class that is hooked.
+Auto classes, pipelines and wrapped models choose the class themselves, so it is the base class that is hooked. What may
+ask is a block or call of this context (`asking`), the whole process (`ask_everywhere`), or the model (`Origin`).
 """
 
 from __future__ import annotations
@@ -28,12 +29,35 @@ class Request:
         saved_through: Maps what is saved, in place of the inverse of `layout`.
         buffer_size: Bytes in flight, at most.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
+        lazily: Whether what is loaded is left in the model as lazies, for the caller to read.
     """
 
     layout: AnyLayout | None = None
     saved_through: AnyLayout | None = None
     buffer_size: int = DEFAULT_BUFFER_SIZE
     progress: bool | Progress | None = None
+    lazily: bool = False
+
+    def changed(self, buffer_size: int | None, progress: bool | Progress | None) -> Request:
+        """The same but for what is given."""
+        return replace(
+            self,
+            buffer_size=self.buffer_size if buffer_size is None else buffer_size,
+            progress=self.progress if progress is None else progress,
+        )
+
+    def through(self, layout: AnyLayout | None) -> Request:
+        """The same through a layout, if it asks for none itself."""
+        return replace(self, layout=layout) if self.layout is None and self.saved_through is None else self
+
+
+class Origin:
+    """Left on a model whose own `save_pretrained` is to stream, back through the layout that it was loaded with."""
+
+    attribute = "_hf_stream_origin"
+
+    def __init__(self, layout: AnyLayout | None) -> None:
+        self.layout = layout
 
 
 _request: ContextVar[Request | None] = ContextVar("hf_stream_request")
@@ -43,23 +67,6 @@ _everywhere: Request | None = None
 def current_request() -> Request | None:
     """How the calls of this context are to stream; None if they are not."""
     return _request.get(_everywhere)
-
-
-def request_with(
-    layout: AnyLayout | None = None, buffer_size: int | None = None, progress: bool | Progress | None = None
-) -> Request:
-    """The request of this context, or a new one, changed by what is given.
-
-    A layout that the context asks for, for loading or for saving, stands.
-    """
-    request = current_request() or Request()
-    if layout is not None and request.layout is None and request.saved_through is None:
-        request = replace(request, layout=layout)
-    if buffer_size is not None:
-        request = replace(request, buffer_size=buffer_size)
-    if progress is not None:
-        request = replace(request, progress=progress)
-    return request
 
 
 @contextmanager
@@ -92,11 +99,11 @@ def hooked(name: str, stream: Callable[..., Any]) -> Iterator[None]:
     plain = getattr(PreTrainedModel, name)
 
     @functools.wraps(plain)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        request = current_request()
+    def method(model: Any, *args: Any, **kwargs: Any) -> Any:
+        request = _request_for(model)
         if request is None:
-            return plain(*args, **kwargs)
-        return stream(plain, request, *args, **kwargs)
+            return plain(model, *args, **kwargs)
+        return stream(plain, request, model, *args, **kwargs)
 
     hook = staticmethod(method) if isinstance(before, staticmethod) else method
     setattr(PreTrainedModel, name, hook)
@@ -106,3 +113,12 @@ def hooked(name: str, stream: Callable[..., Any]) -> Iterator[None]:
         # Whoever has put something over the hook meanwhile keeps it; it calls the plain method through the hook.
         if PreTrainedModel.__dict__[name] is hook:
             setattr(PreTrainedModel, name, before)
+
+
+def _request_for(model: Any) -> Request | None:
+    origin: Origin | None = vars(model).get(Origin.attribute)
+    if origin is None:
+        return current_request()
+    # A context that asks for nothing to be streamed counts more than the model.
+    request = _request.get(_everywhere or Request())
+    return None if request is None else request.through(origin.layout)

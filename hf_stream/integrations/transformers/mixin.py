@@ -9,9 +9,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_stream.checkpoint import AnyLayout
-from hf_stream.copying.progress import Progress
 from hf_stream.errors import LayoutError
-from hf_stream.integrations.transformers.hooks import asking, request_with
+from hf_stream.integrations.transformers.hooks import Request, asking, current_request
 from hf_stream.integrations.transformers.load import streamed_loads
 from hf_stream.integrations.transformers.save import streamed_saves
 
@@ -42,23 +41,16 @@ class StreamingMixin:
 
     @staticmethod
     def _load_pretrained_model(model: Any, *args: Any, **kwargs: Any) -> Any:
-        with streamed_loads(), asking(request_with(layout_of(model))):
+        with streamed_loads(), asking((current_request() or Request()).through(layout_of(model))):
             return super(StreamingMixin, type(model))._load_pretrained_model(model, *args, **kwargs)  # type: ignore[misc]
 
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        *args: Any,
-        buffer_size: int | None = None,
-        progress: bool | Progress | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """As in transformers, streaming, and back through `layout`; see `hf_stream.save_pretrained`.
 
         Raises:
             LayoutError: The original format is asked for, and `layout` has no inverse.
         """
-        with streamed_saves(), asking(request_with(layout_of(self), buffer_size, progress)):
+        with streamed_saves(), asking((current_request() or Request()).through(layout_of(self))):
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
 

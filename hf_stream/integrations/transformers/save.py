@@ -28,6 +28,7 @@ from hf_stream.integrations.transformers.hooks import Request, asking, hooked
 from hf_stream.integrations.transformers.pushed import pushed
 from hf_stream.integrations.transformers.recorded import Recording, recording
 from hf_stream.layouts.transformers_engine import no_bars
+from hf_stream.layouts.transformers_speed import little_work_per_key
 
 
 def save_pretrained(
@@ -50,7 +51,8 @@ def save_pretrained(
         model: The model.
         save_directory: Where to save; like all arguments not named here, as in transformers.
         layout: Maps the tensors that transformers would save to those to save; often the inverse of the layout that the
-            model was loaded with, which is the default if the model knows that one (from a `StreamingMixin`).
+            model was loaded with, which is the default if the model knows that one (from a `StreamingMixin` or from an
+            Auto class of hf_stream).
         buffer_size: Bytes in flight, at most.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -82,6 +84,9 @@ def stream_save(
     save_peft_format: bool = True,
     save_original_format: bool = True,
     distributed_checkpoint: bool = False,
+    *,
+    buffer_size: int | None = None,
+    progress: bool | Progress | None = None,
     **kwargs: Any,
 ) -> None:
     """Have transformers' `save_pretrained` (`save`) write all but the weights and name those, and write them."""
@@ -91,6 +96,7 @@ def stream_save(
         "save_peft_format": save_peft_format,
         "save_original_format": save_original_format,
     }
+    request = request.changed(buffer_size, progress)
     layout = _layout(request, model, save_original_format)
     sharded = "a distributed checkpoint" if distributed_checkpoint else _sharded(model, state_dict)
     _check_layout_fits(layout, sharded or _own_format(model))
@@ -111,7 +117,7 @@ def stream_save(
     staging = Staging(save_directory)
     try:
         with pushed(model, save_directory, token=token, **kwargs) if push_to_hub else nullcontext():
-            with asking(None), no_bars(), collector_paused():
+            with asking(None), no_bars(), collector_paused(), little_work_per_key():
                 with recording(lazy=not quantized) as record:
                     save(model, staging.path, state_dict=state_dict, **options)
                 files, tensors = _files(record, model, layout, max_shard_size, variant)

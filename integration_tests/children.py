@@ -42,7 +42,7 @@ def save_until_killed(template: str, top: str, value: str, max_shard_size: str) 
         shutil.copytree(template, copy)
         child = os.fork()
         if not child:
-            _die_after(limit)
+            die_after(limit)
             hf_stream.save_checkpoint(tensors, copy, max_shard_size=int(max_shard_size))
             os._exit(0)
         if os.waitpid(child, 0)[1] == 0:
@@ -50,7 +50,7 @@ def save_until_killed(template: str, top: str, value: str, max_shard_size: str) 
             return
 
 
-def _die_after(limit: int) -> None:
+def die_after(limit: int) -> None:
     calls = 0
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from transformers.utils.logging import set_tqdm_hook
 
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shared import Shared
+from hf_stream.layouts.transformers_speed import little_work_per_key
 
 
 @Shared
@@ -60,7 +61,7 @@ def no_thread_pool() -> Iterator[None]:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Run a block in which transformers handles lazies: no bars, no threads, no collections of garbage."""
-    with collector_paused(), no_bars(), no_thread_pool():
+    with collector_paused(), no_bars(), no_thread_pool(), little_work_per_key():
         yield
 
 

@@ -30,6 +30,7 @@ from hf_stream.integrations.transformers.hooks import Request, asking, hooked
 from hf_stream.integrations.transformers.offload import streamed_offload
 from hf_stream.integrations.transformers.quantized import real_inputs
 from hf_stream.layouts.transformers_engine import no_bars, no_thread_pool
+from hf_stream.layouts.transformers_speed import little_work_per_key
 from hf_stream.lazy import LazyTensor, materialize
 
 Loader = Callable[..., Any]
@@ -74,6 +75,15 @@ def from_pretrained(
 
     >>> model = hf_stream.from_pretrained(AutoModelForCausalLM, "org/repo", dtype="auto")  # doctest: +SKIP
     """
+    request = Request(layout, buffer_size=buffer_size, progress=progress)
+    return load_as_requested(request, cls, pretrained_model_name_or_path, *args, **kwargs)
+
+
+def load_as_requested(
+    request: Request, cls: Pretrained[Model], path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+) -> Model:
+    """`cls.from_pretrained(path, ...)` in the way of a request, whose layout must be used."""
+    layout = request.layout
     if layout is not None and kwargs.get("gguf_file"):
         # Transformers may read all of it before it loads the model.
         raise _conflict("a GGUF file")
@@ -85,13 +95,12 @@ def from_pretrained(
         assert layout is not None
         return layout(tensors)
 
-    request = Request(None if layout is None else noted, buffer_size=buffer_size, progress=progress)
-    with streamed_loads(), asking(request):
-        loaded = cls.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+    with streamed_loads(), asking(replace(request, layout=None if layout is None else noted)):
+        loaded = cls.from_pretrained(path, *args, **kwargs)
     if layout is not None and not used:
         raise LayoutError(
-            f"{getattr(cls, '__name__', cls)} loaded '{pretrained_model_name_or_path}' in a way of its own and did not "
-            "use the layout; convert the checkpoint first, with hf_stream.convert"
+            f"{getattr(cls, '__name__', cls)} loaded '{path}' in a way of its own and did not use the layout; "
+            "convert the checkpoint first, with hf_stream.convert"
         )
     return loaded
 
@@ -126,7 +135,8 @@ def stream_load(
     ):
         # Transformers need not write to the offload folder what lies in a file already, if that is what is wanted.
         result = load(model, tensors, checkpoint_files if request.layout is None else None, load_config, expected_keys)
-    materialize_model(model, request, alias=alias)
+    if not request.lazily:
+        materialize_model(model, request, alias=alias)
     return result
 
 
@@ -220,7 +230,7 @@ def _works_on_data(load_config: Any) -> bool:
 @contextmanager
 def _symbolic() -> Iterator[None]:
     """Run a block that is done in no time, and needs neither the garbage collector nor transformers' bars."""
-    with collector_paused(), no_bars():
+    with collector_paused(), no_bars(), little_work_per_key():
         yield
 
 

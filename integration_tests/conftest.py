@@ -1,0 +1,19 @@
+"""What integration tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hub_server import HubServer
+
+
+@pytest.fixture
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    """A Hub of its own for a test, to which processes with `hub.environment(home)` push, and from which they load.
+
+    It keeps what is pushed: `hub.files(repo_id, revision)` gives a repository's files and their bytes,
+    `hub.commits(repo_id)` every commit, `hub.requests` all that was asked of it. Nothing leaves this machine.
+    """
+    with HubServer(tmp_path_factory.mktemp("hub")) as server:
+        yield server

@@ -12,7 +12,8 @@ import torch
 from hf_stream.checkpoint.files import check_has_data
 from hf_stream.checkpoint.nested_sharing import place_tensors
 from hf_stream.errors import CheckpointError, FormatError
-from hf_stream.formats.nested import Keys, malformed, path_of
+from hf_stream.formats.nested import malformed
+from hf_stream.formats.nested_paths import Keys, path_of
 from hf_stream.formats.strict_json import Pairs
 from hf_stream.formats.tensor_ref import TensorRef, View
 from hf_stream.lazy import LazyTensor
@@ -187,7 +188,10 @@ def _size(sizes: Any) -> torch.Size:
 def _device(name: Any) -> torch.device:
     if not isinstance(name, str):
         raise FormatError(f"{name!r:.40} is not the name of one")
-    return torch.device(name)
+    device = torch.device(name)
+    if str(device) != name:  # torch wraps large numbers round
+        raise FormatError(f"{name!r:.40} is {device}")
+    return device
 
 
 def _scalar(content: Any) -> np.generic:

@@ -15,49 +15,30 @@ An object that stands for a value has one name, its tag, so that no key of anybo
 
 from __future__ import annotations
 
-import base64
 import json
 import math
-import re
-import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NoReturn, TypeAlias
 
 from hf_stream.errors import FormatError
+from hf_stream.formats.nested_paths import Keys, path_of
+from hf_stream.formats.nested_scalars import PARSERS, Json, is_key, is_plain, is_unicode, key_node, plain_node
 from hf_stream.formats.strict_json import Pairs
 
 # Far below what the interpreter and its JSON parser can follow, in a caller's deep stack as well.
 MAX_DEPTH: Final = 100
 
-Keys: TypeAlias = Sequence[object]
-Json: TypeAlias = Any
 EncodeOther: TypeAlias = Callable[[object, Keys], dict[str, Json] | None]
 DecodeOther: TypeAlias = Callable[[str, Json, Keys], object]
 
 _DICTS: Final[dict[str, type[dict[Any, Any]]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _DICT_TAGS: Final = {kind: tag for tag, kind in _DICTS.items()}
-_INT64: Final = range(-(2**63), 2**64)
-_HEX_INT: Final = re.compile(r"-?0x[0-9a-f]+")
-_HEX_FLOAT: Final = re.compile(r"[0-9a-f]{16}")
-_NAN: Final = struct.pack(">d", math.nan)
-_ROOT: Final = "value"
-_BARE: Final = re.compile(r"[\w.+:@-]+")
-# What other keys than text look like, and the names that files keep for themselves.
-_NOT_BARE: Final = frozenset({"None", "True", "False", "__metadata__", "__structure__"})
 _DAMAGED: Final = "The file is damaged, or not made by save_nested: get it again."
 
 
-def path_of(keys: Keys) -> str:
-    """A readable name for a place in a nesting: ["state", 0, "exp_avg"] -> "state/0/exp_avg"; unique in it.
-
-    Text that could be taken for something else is quoted: the key "0" gives '"0"', the key 0 gives '0'.
-    """
-    return "/".join(map(_component, keys)) or _ROOT
-
-
 def encode_structure(state: object, other: EncodeOther) -> Json:
-    """The nesting as a tree for `json.dumps`.
+    """The nesting as a tree for `dump_structure`.
 
     Args:
         state: Any nesting of dicts, lists and tuples with plain values.
@@ -102,7 +83,10 @@ def decode_structure(tree: Json, other: DecodeOther) -> object:
     Raises:
         FormatError: It tells no nesting.
     """
-    return _Decoder(other).value(tree)
+    try:
+        return _Decoder(other).value(tree)
+    except RecursionError:
+        raise FormatError(f"the structure nests deeper than {MAX_DEPTH} levels. {_DAMAGED}") from None
 
 
 def malformed(keys: Keys, fact: str) -> FormatError:
@@ -117,16 +101,15 @@ class _Encoder:
         self._open: set[int] = set()  # containers around the value at hand
 
     def node(self, value: object) -> Json:
+        if is_plain(value):
+            return plain_node(value)
         kind = type(value)
         if kind in (list, tuple) or kind in _DICT_TAGS:
             return self._container(value)
-        found = _plain(value)
-        if found is not None or value is None:
-            return found
-        found = self._other(value, self._keys)
-        if found is None:
+        node = self._other(value, self._keys)
+        if node is None:
             raise FormatError(f"'{path_of(self._keys)}' {_refusal(value)}")
-        return found
+        return node
 
     def _container(self, value: Any) -> Json:
         if id(value) in self._open:
@@ -134,34 +117,31 @@ class _Encoder:
         if len(self._open) == MAX_DEPTH:
             raise FormatError(f"'{path_of(self._keys)}' nests deeper than {MAX_DEPTH} levels. Make the state flatter.")
         self._open.add(id(value))
-        node: Json
         tag = _DICT_TAGS.get(type(value))
+        node: Json
         if tag is not None:
             node = {tag: self._items(value)}
         else:
             items = [self._at(number, item) for number, item in enumerate(value)]
-            node = items if type(value) is list else {"tuple": items}
+            node = {"tuple": items} if type(value) is tuple else items
         self._open.remove(id(value))
         return node
 
     def _items(self, value: dict[object, object]) -> Json:
-        if all(type(key) is str and _is_unicode(key) for key in value):
+        if all(type(key) is str and is_unicode(key) for key in value):
             return {key: self._at(key, item) for key, item in value.items()}
-        return [[self._key(key), self._at(key, item)] for key, item in value.items()]
+        for key in value:
+            if not is_key(key):
+                raise FormatError(
+                    f"'{path_of(self._keys)}': the key {key!r:.80} is a {type(key).__name__}; keys can be text, bytes, "
+                    "numbers but NaN, None, and tuples of these. Use such a key."
+                )
+        return [[key_node(key), self._at(key, item)] for key, item in value.items()]
 
     def _at(self, key: object, value: object) -> Json:
         self._keys.append(key)
         node = self.node(value)
         self._keys.pop()
-        return node
-
-    def _key(self, key: object) -> Json:
-        node = _key_node(key)
-        if node is None and key is not None:
-            raise FormatError(
-                f"'{path_of(self._keys)}': the key {key!r:.80} is a {type(key).__name__}; keys can be text, bytes, "
-                "numbers but NaN, None, and tuples of these. Use such a key."
-            )
         return node
 
 
@@ -185,8 +165,11 @@ class _Decoder:
             return tuple(self._list(content))
         if tag in _DICTS:
             return self._dict(_DICTS[tag], content)
-        if tag in _SCALARS:
-            return self._scalar(tag, content)
+        if tag in PARSERS:
+            try:
+                return PARSERS[tag](content)
+            except (ValueError, TypeError, KeyError):
+                raise malformed(self._keys, f"{content!r:.80} is no {tag}") from None
         return self._other(tag, content, self._keys)
 
     def _enter(self) -> None:
@@ -218,11 +201,10 @@ class _Decoder:
 
     def _key(self, node: Json) -> object:
         try:
-            key = _Decoder(_no_key).value(node)
-            hash(key)
-        except (ValueError, TypeError):
+            key = _Decoder(_nothing_else).value(node)
+        except FormatError:
             raise malformed(self._keys, f"{node!r:.80} is no key") from None
-        if _key_node(key) is None and key is not None:
+        if not is_key(key):
             raise malformed(self._keys, f"{node!r:.80} is no key")
         return key
 
@@ -232,134 +214,10 @@ class _Decoder:
         self._keys.pop()
         return value
 
-    def _scalar(self, tag: str, content: Json) -> object:
-        try:
-            return _SCALARS[tag](content)
-        except (ValueError, TypeError):
-            raise malformed(self._keys, f"{content!r:.80} is no {tag}") from None
 
-
-def _plain(value: object) -> Json:
-    """The node of a value that is neither a container nor the caller's; None for others, and for None."""
-    kind = type(value)
-    if kind is str:
-        assert isinstance(value, str)
-        return value if _is_unicode(value) else {"str": _base64(value.encode("utf-8", "surrogatepass"))}
-    if kind is bool:
-        return value
-    if kind is int:
-        assert isinstance(value, int)
-        return value if value in _INT64 else {"int": hex(value)}
-    if kind is float:
-        assert isinstance(value, float)
-        return value if math.isfinite(value) else {"float": _float_text(value)}
-    if kind is complex:
-        assert isinstance(value, complex)
-        return {"complex": [_plain(value.real), _plain(value.imag)]}
-    if kind is bytes:
-        assert isinstance(value, bytes)
-        return {"bytes": _base64(value)}
-    return None
-
-
-def _key_node(key: object) -> Json:
-    """The node of a key; None for what is no key, and for None."""
-    if type(key) is tuple:
-        nodes = [_key_node(item) for item in key]
-        fit = all(node is not None or item is None for node, item in zip(nodes, key, strict=True))
-        return {"tuple": nodes} if fit else None
-    if isinstance(key, float | complex) and key != key:
-        return None  # nobody could ask for it, and two of them would share a path
-    return _plain(key)
-
-
-def _component(key: object) -> str:
-    if type(key) is str:
-        bare = _BARE.fullmatch(key) and key not in _NOT_BARE and not _is_number(key)
-        return key if bare else _quoted(key)
-    if type(key) is tuple:
-        return "(" + ",".join(map(_component, key)) + ")"
-    if key is None or type(key) in (bool, float) or (type(key) is int and key in _INT64):
-        return repr(key)
-    node = _key_node(key)
-    return _quoted(f"<{type(key).__name__}>") if node is None else dump_structure(node).replace("/", "\\u002f")
-
-
-def _quoted(text: str) -> str:
-    """The text as JSON, without slashes; halves of surrogate pairs are escaped, whole characters are not."""
-    quoted = json.dumps(text, ensure_ascii=False).replace("/", "\\u002f")
-    return "".join(f"\\u{ord(c):04x}" if "\ud800" <= c <= "\udfff" else c for c in quoted)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_unicode(text: str) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _base64(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
-def _float_text(value: float) -> str:
-    bits = struct.pack(">d", value)
-    return str(value) if bits == _NAN or math.isinf(value) else bits.hex()
-
-
-def _parse_float(text: str) -> float:
-    if text in ("nan", "inf", "-inf"):
-        return float(text)
-    if not _HEX_FLOAT.fullmatch(text):
-        raise ValueError
-    (value,) = struct.unpack(">d", bytes.fromhex(text))
-    return float(value)
-
-
-def _parse_int(text: str) -> int:
-    if not _HEX_INT.fullmatch(text):
-        raise ValueError
-    return int(text, 16)
-
-
-def _parse_complex(parts: Json) -> complex:
-    real, imaginary = (_Decoder(_no_key).value(part) for part in parts)
-    if type(real) is not float or type(imaginary) is not float:
-        raise ValueError
-    return complex(real, imaginary)
-
-
-def _parse_bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-def _parse_str(text: str) -> str:
-    return _parse_bytes(text).decode("utf-8", "surrogatepass")
-
-
-_SCALARS: Final[dict[str, Callable[[Json], object]]] = {
-    "int": _parse_int,
-    "float": _parse_float,
-    "complex": _parse_complex,
-    "bytes": _parse_bytes,
-    "str": _parse_str,
-}
-
-
-def _no_key(tag: str, content: Json, keys: Keys) -> NoReturn:
-    del content, keys
-    raise ValueError(tag)
+def _nothing_else(tag: str, content: Json, keys: Keys) -> NoReturn:
+    del content
+    raise malformed(keys, f"{tag!r:.40} in a key")
 
 
 def _refusal(value: object) -> str:

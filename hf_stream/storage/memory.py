@@ -48,7 +48,12 @@ class MemoryStorage(Storage):
     @property
     def place(self) -> Hashable:
         """Device and address."""
-        return "memory", str(self.device), self._storage.data_ptr()
+        return "memory", str(self.device), self.address
+
+    @property
+    def address(self) -> int:
+        """Where its first byte is on the device, as it is now."""
+        return self._storage.data_ptr()
 
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """The memory itself, for CPU tensors."""

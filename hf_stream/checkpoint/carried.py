@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ _WEIGHTS = re.compile(
     r".*(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|npz)|\.index(\.[^.]+)?\.json)", re.DOTALL
 )
 _CONFIG = "config.json"
+
+NewConfig = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 def find_carried(directory: Path) -> Iterator[Path]:
@@ -42,36 +44,41 @@ def left_behind(directory: Path, read: Iterable[str]) -> list[str]:
     ]
 
 
-def carry(staging: Staging, directory: Path, files: Iterable[Path], dtype: torch.dtype | None) -> None:
-    """Stage files of `directory`; the config is made to say what dtype the weights have now, if one is given.
+def carry(staging: Staging, directory: Path, files: Iterable[Path], new_config: NewConfig | None) -> None:
+    """Stage files of `directory`, and of config.json what `new_config` makes of it, if anything is to change there.
 
     Raises:
         CheckpointError: There is no room, or the config is not JSON.
     """
     for path in files:
         name = os.path.relpath(path, directory)
-        if name == _CONFIG and dtype is not None:
-            staging.write(name, _with_dtype(path, dtype))
+        changed = _changed(path, new_config) if name == _CONFIG and new_config is not None else None
+        if changed is not None:
+            staging.write(name, changed)
         elif not Path(os.path.realpath(path.parent)).is_relative_to(staging.directory):
             # A destination inside the source does not go into itself.
             staging.copy(name, path)
 
 
-def _with_dtype(path: Path, dtype: torch.dtype) -> bytes:
+def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A transformers config that says what the dtype of the weights is, under its new or its old name, at any depth."""
+    text = str(dtype).removeprefix("torch.")
+    changed = dict(config)
+    for key, entry in config.items():
+        if key in ("dtype", "torch_dtype"):
+            changed[key] = text
+        elif key.endswith("_config") and key != "quantization_config" and isinstance(entry, dict):
+            changed[key] = with_dtype(entry, dtype)
+    return changed
+
+
+def _changed(path: Path, new_config: NewConfig) -> bytes | None:
+    """The new content of a config, or None if it stays as it is."""
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
         raise CheckpointError(f"'{path}' is not JSON ({error}); correct it, or move it away") from None
-    _set_dtype(config, str(dtype).removeprefix("torch."))
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _set_dtype(config: Any, dtype: str) -> None:
-    """Change the entry of a transformers config, under its new or its old name, and those of the configs in it."""
-    if not isinstance(config, dict):
-        return
-    for key, entry in config.items():
-        if key in ("dtype", "torch_dtype"):
-            config[key] = dtype
-        elif key.endswith("_config") and key != "quantization_config":
-            _set_dtype(entry, dtype)
+    changed = new_config(config) if isinstance(config, dict) else config
+    if changed == config:
+        return None
+    return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()

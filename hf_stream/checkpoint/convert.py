@@ -6,15 +6,17 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hf_stream.checkpoint.carried import carry, find_carried, left_behind
+from hf_stream.checkpoint.carried import carry, find_carried, left_behind, with_dtype
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles, ShardFile
-from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
+from hf_stream.checkpoint.mapping import AnyLayout, apply_layout, config_after
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging
@@ -46,6 +48,7 @@ class Conversion:
         carried: Other files of the source directory that go along.
         dtype: What floating-point tensors become, or None.
         file: The name of the one file that is to be written, or None for a directory.
+        layout: What made the tensors of the source's, or None.
     """
 
     source: Checkpoint
@@ -54,6 +57,7 @@ class Conversion:
     carried: tuple[Path, ...]
     dtype: torch.dtype | None
     file: str | None = None
+    layout: AnyLayout | None = None
 
     @property
     def directory(self) -> Path:
@@ -70,6 +74,17 @@ class Conversion:
     def peak_nbytes(self, buffer_size: int = DEFAULT_BUFFER_SIZE) -> int:
         """Anonymous memory needed at most, beyond the program itself: the buffer and one deferred operation."""
         return buffer_size + working_set(self.tensors.values())
+
+    @property
+    def new_dtype(self) -> torch.dtype | None:
+        """The dtype that most of the weights have from now on; None if it is the one before."""
+        after = _main_dtype(self.tensors.values())
+        return self.dtype or (after if after != _main_dtype(self.source.values()) else None)
+
+    def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What goes into config.json: the changes of the layout, and the new dtype."""
+        config = config_after(self.layout, config)
+        return config if self.new_dtype is None else with_dtype(config, self.new_dtype)
 
     def fingerprint(self) -> str:
         """What the files will hold, as a hash: of headers, names, expressions and the source files' identities."""
@@ -102,7 +117,7 @@ def plan_conversion(
             metadata=checkpoint.metadata,
             pattern=DEFAULT_PATTERN if file is None else _pattern(file),
         )
-    conversion = Conversion(checkpoint, tensors, files, (), dtype, file)
+    conversion = Conversion(checkpoint, tensors, files, (), dtype, file, layout)
     if checkpoint.path.is_dir() or checkpoint.path.suffix == _INDEX_SUFFIX:  # who names one file means one file
         conversion = dataclasses.replace(conversion, carried=tuple(find_carried(conversion.directory)))
     return conversion
@@ -124,7 +139,8 @@ def convert(
 
     The destination appears when everything is written, and not before; its weights, if it has some, are replaced then.
     What lies beside the source's weights (config, tokenizer, ...) goes along, unless the source or the destination is a
-    single file; with `dtype`, the config's entry is changed to it. The source cannot be the destination.
+    single file; if most of the weights get a new dtype, the config says so, and it changes with a layout that has a
+    `new_config`. The source cannot be the destination.
 
     Args:
         source: What `open_checkpoint` takes, or what it gave.
@@ -178,7 +194,9 @@ def run_conversion(
         if not staging.completed:
             regions = reserve(staging, conversion.files)
             if file is None:
-                carry(staging, conversion.directory, conversion.carried, conversion.dtype)
+                changes = conversion.new_dtype is not None or hasattr(conversion.layout, "new_config")
+                new_config = conversion.new_config if changes else None
+                carry(staging, conversion.directory, conversion.carried, new_config)
             written = _write_shards(staging, conversion.files, conversion.tensors, regions, buffer_size, progress)
             wrong = verify and _differences(conversion, staging.path, buffer_size, progress)
             if wrong:
@@ -190,6 +208,15 @@ def run_conversion(
     finally:
         staging.abandon(keep=keep)
     return written
+
+
+def _main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
+    """The floating-point dtype that has the most elements."""
+    elements: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            elements[tensor.dtype] += tensor.numel()
+    return max(elements, key=elements.__getitem__, default=None)
 
 
 def _warn_of_others(conversion: Conversion) -> None:

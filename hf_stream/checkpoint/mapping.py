@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,3 +27,10 @@ def apply_layout(layout: AnyLayout | None, tensors: Mapping[str, torch.Tensor]) 
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise LayoutError(f"a layout must return names and tensors, got {name!r}: {type(tensor).__name__}")
     return dict(result)
+
+
+def config_after(layout: AnyLayout | None, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The content of config.json after a layout: as before, unless the layout has a `new_config`."""
+    new_config = getattr(layout, "new_config", None)
+    changed: Mapping[str, Any] = config if new_config is None else new_config(config)
+    return changed

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
+from hf_stream.checkpoint.mapping import config_after
 from hf_stream.errors import LayoutError
 
 
@@ -67,12 +68,6 @@ def is_two_way(layout: object) -> TypeGuard[TwoWay]:
     return callable(layout) and hasattr(type(layout), "inverse")
 
 
-def config_after(layout: object, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The content of config.json after a layout, which stays as it is unless the layout has a `new_config`."""
-    new_config = getattr(layout, "new_config", None)
-    return config if new_config is None else new_config(config)
-
-
 @dataclass(frozen=True, repr=False)
 class Chain(Composable):
     """Layouts one after the other."""
@@ -123,6 +118,9 @@ class Scoped(Composable):
                 raise LayoutError(f"'{name}' comes out twice: {self!r} makes it, and it passes through unchanged.")
             results[name] = tensor
         return results
+
+    def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.layout.new_config(config)
 
     @property
     def inverse(self) -> Scoped:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 import torch
 import transformers
@@ -38,7 +40,9 @@ def layout_of(model_or_config: object, *, strict: bool) -> ToMemory:
             "Give the config of the model without quantization."
         )
     used = getattr(model, "_weight_conversions", None)
-    return ToMemory(type(model), copy.deepcopy(model.config), None if used is None else tuple(used), strict)
+    return ToMemory(
+        type(model), copy.deepcopy(model.config), None if used is None else tuple(copy.deepcopy(used)), strict
+    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,7 +98,7 @@ class ToMemory(Composable):
         config._attn_implementation = "eager"  # which needs no other package, and no GPU
         with torch.device("meta"):
             model = self.model_class(config)
-        vars(model)["_weight_conversions"] = None if self.used is None else list(self.used)
+        vars(model)["_weight_conversions"] = None if self.used is None else list(copy.deepcopy(self.used))
         return model
 
     def _conversions(self, model: PreTrainedModel) -> list[WeightTransform]:
@@ -163,7 +167,8 @@ def tied(slots: Tensors) -> list[list[str]]:
 
 
 def _patterns(entry: WeightTransform) -> tuple[Any, ...]:
-    return (*entry._original_source_patterns, "->", *entry._original_target_patterns, entry.scope_prefix)
+    # Not the original ones: transformers changes them in place when it saves.
+    return (*entry.source_patterns, "->", *entry.target_patterns, entry.scope_prefix)
 
 
 def _config_of(content: Mapping[str, Any]) -> PreTrainedConfig:
@@ -179,15 +184,17 @@ def _config_of(content: Mapping[str, Any]) -> PreTrainedConfig:
 
 def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
     for name in (config.architectures or [])[:1]:
-        named: Any = getattr(transformers, name, None)
-        if named is None:
-            raise LayoutError(
-                f"transformers has no '{name}', which the config names as its architecture. Give the model."
-            )
-        named_class: type[PreTrainedModel] = named
-        return named_class
+        found: Any = getattr(transformers, name, None) or getattr(_module_beside(type(config)), name, None)
+        if found is None:
+            raise LayoutError(f"transformers has no '{name}', the architecture that the config names. Give the model.")
+        return cast("type[PreTrainedModel]", found)
     if type(config) not in AutoModel._model_mapping:
         raise LayoutError(f"the config of a '{config.model_type}' names no architecture. Set config.architectures.")
     base: Any = AutoModel._model_mapping[type(config)]
-    base_class: type[PreTrainedModel] = base[0] if isinstance(base, (tuple, list)) else base
-    return base_class
+    return cast("type[PreTrainedModel]", base[0] if isinstance(base, (tuple, list)) else base)
+
+
+def _module_beside(config_class: type[PreTrainedConfig]) -> ModuleType | None:
+    """Where the models of a config are: transformers does not export every part of every model."""
+    name = config_class.__module__.replace(".configuration_", ".modeling_")
+    return importlib.import_module(name) if name.startswith("transformers.") and ".modeling_" in name else None

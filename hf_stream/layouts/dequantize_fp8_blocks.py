@@ -1,0 +1,181 @@
+"""FP8 weights with a scale for each block (DeepSeek and others) as ordinary weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_stream.errors import LayoutError
+from hf_stream.layouts.composable import Composable
+from hf_stream.lazy import defer
+
+# Elements of a weight that are read and held at a time, and those among them that are in float32 at a time.
+_PIECE = 1 << 24
+_STEP = 1 << 19
+# A block where one scale holds for all: any size does.
+_ANY = 128
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_ACTIVATION_SCALE = ".activation_scale"
+
+
+def dequantize_fp8_blocks(
+    block_size: tuple[int, int] | None = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    suffix: str = "_scale_inv",
+) -> Composable:
+    """FP8 weights times the scales of their blocks: `x.weight` and `x.weight_scale_inv` become `x.weight`.
+
+    Each element is multiplied by its block's scale in float32 and rounded once, to `dtype`: what transformers and
+    DeepSeek's own code give, bit for bit. Weights [rows, cols] have scales [rows / 128, cols / 128], rounded up, and
+    stacked experts [experts, rows, cols] have [experts, rows / 128, cols / 128]. A weight may have a single scale as
+    well. Scales are dropped, those of activations too; all other tensors pass through.
+
+    Weights are read piece by piece, so that some 60 MB are held, however large they are. There is no inverse. `convert`
+    takes the quantization out of config.json, so that what it writes loads as an ordinary model.
+
+        >>> quantized = {
+        ...     "up.weight": torch.ones(256, 192).to(torch.float8_e4m3fn),
+        ...     "up.weight_scale_inv": torch.tensor([[0.5, 2.0], [4.0, 8.0]]),
+        ... }
+        >>> dequantize_fp8_blocks()(quantized)["up.weight"][::128, ::128]
+        tensor([[0.5000, 2.0000],
+                [4.0000, 8.0000]], dtype=torch.bfloat16)
+
+    Args:
+        block_size: Rows and columns of a block. None: the scales of each weight divide it evenly, as many as they are.
+        dtype: What the weights become.
+        suffix: What the name of a scale has after the name of its weight.
+    """
+    return DequantizeFp8Blocks(block_size, dtype, suffix)
+
+
+@dataclass(frozen=True, repr=False)
+class DequantizeFp8Blocks(Composable):
+    """What `dequantize_fp8_blocks` gives."""
+
+    block_size: tuple[int, int] | None
+    dtype: torch.dtype
+    suffix: str
+
+    def __post_init__(self) -> None:
+        if self.block_size is not None:
+            # A config has it as a list.
+            object.__setattr__(self, "block_size", tuple(self.block_size))
+        if self.block_size is not None and (len(self.block_size) != 2 or min(self.block_size) < 1):
+            raise LayoutError(f"block_size must be two positive numbers, got {self.block_size}.")
+        if not self.dtype.is_floating_point or self.dtype.itemsize < 2:
+            raise LayoutError(f"weights cannot be dequantized to {self.dtype}. Pass dtype=torch.bfloat16 or another.")
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors, FP8 weights as `dtype`.
+
+        Raises:
+            LayoutError: A weight has no scale or a scale no weight, or their shapes do not go together.
+        """
+        results = {}
+        for name, tensor in tensors.items():
+            scale = tensors.get(name + self.suffix)
+            if name.endswith(self.suffix):
+                weight = name.removesuffix(self.suffix)
+                if weight not in tensors:
+                    raise LayoutError(f"'{name}' scales '{weight}', which is missing. Add it, or drop the scale.")
+            elif scale is not None:
+                try:
+                    results[name] = self._dequantized(tensor, scale)
+                except LayoutError as fact:
+                    raise LayoutError(f"'{name}': {fact}") from None
+            elif tensor.dtype in _FP8:
+                raise LayoutError(
+                    f"'{name}' is {tensor.dtype}, and its scale '{name}{self.suffix}' is missing. Add it."
+                )
+            elif not name.endswith(_ACTIVATION_SCALE):
+                results[name] = tensor
+        return results
+
+    def new_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config without quantization, and so the configs in it."""
+        return {
+            key: self.new_config(entry) if key.endswith("_config") and isinstance(entry, Mapping) else entry
+            for key, entry in config.items()
+            if key != "quantization_config"
+        }
+
+    def _dequantized(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """[..., rows, cols] with scales for [..., row blocks, column blocks]."""
+        if weight.dtype not in _FP8:
+            raise LayoutError(f"{weight.dtype} with a scale; only FP8 weights can be dequantized.")
+        if weight.dim() > 2:
+            if scale.numel() == 1:
+                scale = scale.reshape(()).expand(weight.shape[0])
+            if scale.shape[:1] != weight.shape[:1]:
+                raise LayoutError(_no_grid(weight, scale, "as many scales as weights"))
+            return torch.stack([self._dequantized(w, s) for w, s in zip(weight.unbind(), scale.unbind(), strict=True)])
+        if weight.dim() < 2:
+            raise LayoutError(f"shape {list(weight.shape)} has no blocks.")
+        scale, (rows, cols) = self._grid(weight, scale)
+        # Pieces of whole blocks, the widest that there is room for, and then the highest.
+        wide = min(scale.shape[1], max(1, _PIECE // (rows * cols)))
+        high = max(1, _PIECE // (rows * cols * wide))
+        bands = []
+        for i in range(0, scale.shape[0], high):
+            pieces = []
+            for j in range(0, scale.shape[1], wide):
+                part = weight[i * rows : (i + high) * rows, j * cols : (j + wide) * cols]
+                inputs = [part, scale[i : i + high, j : j + wide]]
+                pieces.append(defer(_Scaled(rows, cols, self.dtype), inputs, part.shape, self.dtype))
+            bands.append(torch.cat(pieces, 1))
+        return torch.cat(bands)
+
+    def _grid(self, weight: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+        """The scales as [row blocks, column blocks], and the rows and columns of a block."""
+        if scale.numel() == 1:
+            scale = scale.reshape(1, 1).expand(*(-(-extent // _ANY) for extent in weight.shape))
+            return scale, (_ANY, _ANY)
+        if self.block_size is not None:
+            counts = tuple(-(-extent // block) for extent, block in zip(weight.shape, self.block_size, strict=True))
+            if tuple(scale.shape) != counts:
+                raise LayoutError(_no_grid(weight, scale, f"{list(counts)} for blocks of {list(self.block_size)}"))
+            return scale, self.block_size
+        if scale.dim() != 2 or any(extent % count for extent, count in zip(weight.shape, scale.shape, strict=True)):
+            raise LayoutError(_no_grid(weight, scale, "a grid that divides it evenly"))
+        return scale, (weight.shape[0] // scale.shape[0], weight.shape[1] // scale.shape[1])
+
+    def __repr__(self) -> str:
+        suffix = "" if self.suffix == "_scale_inv" else f", suffix={self.suffix!r}"
+        return f"dequantize_fp8_blocks({self.block_size}, {self.dtype}{suffix})"
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """FP8 [r, c] times float32 (or powers of two) [r / rows, c / cols], as `dtype`, a few rows at a time."""
+
+    rows: int
+    cols: int
+    dtype: torch.dtype
+
+    def __call__(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
+        # Powers of two are stored as bytes, their exponents plus 127.
+        exponents = scale.dtype == torch.uint8
+        scale = (scale.to(torch.float32) - 127).exp2() if exponents else scale.to(torch.float32)
+        step = min(self.rows, max(1, _STEP // max(1, weight.shape[1])))
+        for block, factors in enumerate(scale):
+            # One factor for each column.
+            factors = factors.repeat_interleave(self.cols)[: weight.shape[1]]
+            end = min((block + 1) * self.rows, weight.shape[0])
+            for start in range(block * self.rows, end, step):
+                stop = min(start + step, end)
+                out[start:stop] = weight[start:stop].to(torch.float32).mul_(factors)
+        return out
+
+
+def _no_grid(weight: torch.Tensor, scale: torch.Tensor, want: str) -> str:
+    return (
+        f"shape {list(weight.shape)} wants {want}, got scales of shape {list(scale.shape)}. "
+        "Pass the block_size that the config gives."
+    )

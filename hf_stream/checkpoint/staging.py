@@ -82,11 +82,15 @@ class Staging:
     def create(self, name: str, nbytes: int) -> FileStorage:
         """A file of `nbytes` with its space reserved, to be written and then declared with `finish`.
 
+        Its name may have folders before it.
+
         Raises:
             CheckpointError: There is no room for it.
         """
+        place = self._growing / name
         try:
-            return FileStorage.create(self._growing / name, nbytes)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            return FileStorage.create(place, nbytes)
         except OSError as error:
             raise CheckpointError(
                 f"'{self.directory / name}': cannot reserve {nbytes} bytes: {error.strerror}; "
@@ -95,7 +99,7 @@ class Staging:
 
     def finish(self, name: str) -> None:
         """Declare a file whole: a later run need not write it again."""
-        os.rename(self._growing / name, self.path / name)
+        os.rename(self._growing / name, self._place(name))
         self.finished.add(name)
 
     def write(self, name: str, content: bytes) -> None:
@@ -117,7 +121,7 @@ class Staging:
 
         Args:
             entry: The file that makes the directory loadable.
-            stale: Matches the names of old weight files, which go.
+            stale: Matches the names of old weight files, which go; in folders, only those that are replaced.
 
         Raises:
             CheckpointError: Something in the destination is in the way. Nothing there has been changed then.
@@ -192,7 +196,8 @@ class Staging:
     def _steps(self, entry: str, stale: re.Pattern[str] | None) -> dict[str, list[str]]:
         """What `_replace` is to do, after everything that could get in its way has been seen to."""
         new = sorted(_files(self.path), key=lambda name: (name == entry, name))
-        old = [name for name in sorted(os.listdir(self.directory)) if stale and stale.fullmatch(name)]
+        there = {*os.listdir(self.directory), *(name for name in new if (self.directory / name).is_file())}
+        old = [name for name in sorted(there) if stale and stale.fullmatch(name)]
         for name in (*old, *new):
             target = self.directory / name
             if target.is_dir() and not target.is_symlink():

@@ -45,7 +45,7 @@ def save_pretrained(
     The files are those of plain transformers, byte for byte (tensors that a conversion splits may be spread over shards
     in another way). A new directory appears complete or not at all; in one that exists, old weights of the same name
     go, and no mixture of old and new ever loads. Offloaded weights are read from where they are offloaded to. Models
-    that are sharded over ranks are handed to transformers.
+    that are sharded over ranks are handed to transformers. Of a `PeftModel` the adapters are saved, as peft does it.
 
     Args:
         model: The model.
@@ -66,6 +66,12 @@ def save_pretrained(
             f"a layout cannot be combined with a {type(model).__name__}, which is no model class of transformers; "
             "save its tensors with hf_stream.save_checkpoint"
         )
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        from hf_stream.integrations.peft import save_adapters
+
+        save_adapters(model, save_directory, *args, buffer_size=buffer_size, progress=progress, **kwargs)
+        return
     with streamed_saves(), asking(Request(saved_through=layout, buffer_size=buffer_size, progress=progress)):
         model.save_pretrained(save_directory, *args, **kwargs)
 

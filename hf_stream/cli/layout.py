@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 
 from hf_stream import layouts
 from hf_stream.checkpoint import AnyLayout, apply_layout
+from hf_stream.checkpoint.mapping import config_after
 from hf_stream.errors import CheckpointError, HfStreamError, LayoutError
 
 Tensors = Mapping[str, torch.Tensor]
@@ -37,12 +40,24 @@ def chosen_layout(specs: Sequence[str], inverse: bool, source: str) -> AnyLayout
     if inverse:
         steps = [(spec, _inverse(spec, layout)) for spec, layout in reversed(steps)]
 
-    def layout(tensors: Tensors) -> Tensors:
-        for spec, step in steps:
+    return _Steps(steps)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Layouts one after the other, each with the word that stands for it."""
+
+    steps: Sequence[tuple[str, AnyLayout]]
+
+    def __call__(self, tensors: Tensors) -> Tensors:
+        for spec, step in self.steps:
             tensors = _apply(spec, step, tensors)
         return tensors
 
-    return layout
+    def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        for _, step in self.steps:
+            config = config_after(step, config)
+        return config
 
 
 def _config_beside(source: Path) -> dict[str, object] | None:

@@ -2,9 +2,12 @@
 
 from hf_stream.checkpoint import AnyLayout
 from hf_stream.layouts.composable import Composable
+from hf_stream.layouts.dequantize_fp8_blocks import dequantize_fp8_blocks
 from hf_stream.layouts.from_transformers import from_transformers
 from hf_stream.layouts.joining import Concat, Split, Stack, Unstack
 from hf_stream.layouts.layout import Layout
+from hf_stream.layouts.lora_base_layers import lora_base_layers
+from hf_stream.layouts.lora_merge import merge_lora
 from hf_stream.layouts.naming import Apply, Drop, Rename
 from hf_stream.layouts.packed_gate_up import packed_gate_up
 from hf_stream.layouts.packed_qkv import packed_qkv
@@ -29,9 +32,12 @@ __all__ = [
     "Stack",
     "Transpose",
     "Unstack",
+    "dequantize_fp8_blocks",
     "from_transformers",
     "get",
     "load",
+    "lora_base_layers",
+    "merge_lora",
     "names",
     "packed_gate_up",
     "packed_qkv",

@@ -9,17 +9,20 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from hf_stream.checkpoint import AnyLayout
 from hf_stream.errors import LayoutError
+from hf_stream.layouts.composable import Composable, TwoWay
+from hf_stream.layouts.dequantize_fp8_blocks import dequantize_fp8_blocks
+from hf_stream.layouts.from_transformers import from_transformers
 from hf_stream.layouts.layout import Layout
 from hf_stream.layouts.packed_gate_up import packed_gate_up
 from hf_stream.layouts.packed_qkv import packed_qkv
+from hf_stream.layouts.sizes import quantized_blocks
 from hf_stream.layouts.stacked_experts import stacked_experts
 
-"""A `Layout`, or any other callable that takes named tensors and returns named tensors."""
-
-_READY_MADE: dict[str, tuple[str, Callable[[object], Layout]]] = {
+_READY_MADE: dict[str, tuple[str, Callable[[Any], TwoWay]]] = {
     "packed-qkv": (
         "query, key and value in one projection, one after the other (Phi-3, vLLM)",
         packed_qkv,
@@ -44,6 +47,14 @@ _READY_MADE: dict[str, tuple[str, Callable[[object], Layout]]] = {
         "the same for experts with the names of Mixtral",
         partial(stacked_experts, names="mixtral"),
     ),
+    "from-transformers": (
+        "the tensors that the model of the config holds, as transformers converts them",
+        from_transformers,
+    ),
+    "dequantize-fp8-blocks": (
+        "FP8 weights times the scales of their blocks, as bfloat16 (DeepSeek)",
+        lambda config: dequantize_fp8_blocks(quantized_blocks(config)),
+    ),
 }
 
 
@@ -52,24 +63,25 @@ def names() -> dict[str, str]:
     return {name: description for name, (description, _) in _READY_MADE.items()}
 
 
-def get(name: str, config: object = None) -> Layout:
+def get(name: str, config: object = None) -> TwoWay:
     """A ready-made layout.
 
         >>> get("packed-gate-up")
         Layout([Concat(['{prefix:*}.mlp.gate_proj.{kind:weight|bias}', ...
 
     Args:
-        name: One of `names()`.
+        name: One of `names()`; underscores are as good as dashes.
         config: The model's config, an object or a dict, for sizes.
 
     Raises:
         LayoutError: the name is not known, or the config lacks a size.
     """
-    if name not in _READY_MADE:
-        close = difflib.get_close_matches(name, _READY_MADE, n=1)
+    known = name.replace("_", "-")
+    if known not in _READY_MADE:
+        close = difflib.get_close_matches(known, _READY_MADE, n=1)
         meant = f"Did you mean '{close[0]}'? " if close else ""
         raise LayoutError(f"layout '{name}' is not known. {meant}Known are: {', '.join(_READY_MADE)}.")
-    return _READY_MADE[name][1](config)
+    return _READY_MADE[known][1](config)
 
 
 def load(spec: str, config: object = None) -> AnyLayout:
@@ -77,7 +89,7 @@ def load(spec: str, config: object = None) -> AnyLayout:
 
     The name may stand for
 
-    - a `Layout`;
+    - a `Layout`, or another layout that has an inverse;
     - a function with a parameter called `config`: it is called with the config and returns the layout;
     - any other function (or callable object): it is the layout, and takes and returns a mapping of named tensors.
 
@@ -96,7 +108,7 @@ def load(spec: str, config: object = None) -> AnyLayout:
     if found is None:
         known = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
         raise LayoutError(f"'{path_text}' has no '{name}'. It has: {', '.join(known) or 'no callable'}.")
-    if callable(found) and not isinstance(found, Layout) and _takes_config(found):
+    if callable(found) and not isinstance(found, (Layout, Composable)) and _takes_config(found):
         found = found(config=config)
     if not callable(found):
         raise LayoutError(f"'{spec}' must be a Layout or a function, got {type(found).__name__}.")

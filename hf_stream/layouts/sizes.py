@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hf_stream.errors import LayoutError
 
+_BLOCKS = (128, 128)
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 
 
@@ -55,6 +56,21 @@ def parts_with_heads(config: object) -> list[str]:
     """Names of the configs inside `config` that have attention heads of their own: several in multimodal models."""
     entries = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     return [name for name, part in entries.items() if name.endswith("_config") and config_size(part, *_HEADS)]
+
+
+def quantized_blocks(config: object) -> tuple[int, int] | None:
+    """Rows and columns of the blocks that the config's `quantization_config` gives; None where a scale is for a weight.
+
+    >>> quantized_blocks({"quantization_config": {"weight_block_size": [64, 128]}})
+    (64, 128)
+    """
+    for part in (config, _get(config, "text_config")):
+        quantization = _get(part, "quantization_config")
+        if quantization is not None:
+            content = quantization if isinstance(quantization, Mapping) else vars(quantization)
+            size = content.get("weight_block_size", _BLOCKS)
+            return (size[0], size[1]) if size else None
+    return _BLOCKS
 
 
 def _get(config: object, name: str) -> object:

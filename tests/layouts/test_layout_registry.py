@@ -13,12 +13,13 @@ CONFIG = {"num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 4}
 
 
 def test_every_name_has_a_description_of_one_line_and_a_layout_with_an_inverse() -> None:
-    assert {"packed-qkv", "packed-gate-up", "stacked-experts"} <= layouts.names().keys()
+    assert {"packed-qkv", "packed-gate-up", "stacked-experts", "from-transformers"} <= layouts.names().keys()
     for name, description in layouts.names().items():
         assert 0 < len(description) < 90
         assert "\n" not in description
-        layout = layouts.get(name, CONFIG)
-        assert layout.inverse.inverse == layout
+        layout = layouts.get(name, {**CONFIG, "model_type": "qwen3_moe"})
+        if name != "dequantize-fp8-blocks":
+            assert layout.inverse.inverse == layout
 
 
 def test_get_hands_the_config_on() -> None:
@@ -30,9 +31,24 @@ def test_get_hands_the_config_on() -> None:
     assert layouts.get("stacked-experts-mixtral") == layouts.stacked_experts(names="mixtral")
 
 
+@pytest.mark.parametrize(
+    ("config", "block_size"),
+    [
+        (None, (128, 128)),
+        ({}, (128, 128)),
+        ({"quantization_config": {"weight_block_size": [64, 32]}}, (64, 32)),
+        ({"text_config": {"quantization_config": {"weight_block_size": [64, 32]}}}, (64, 32)),
+        ({"quantization_config": {"weight_block_size": None}}, None),
+        ({"quantization_config": {}}, (128, 128)),
+    ],
+)
+def test_blocks_are_those_of_the_config(config: object, block_size: tuple[int, int] | None) -> None:
+    assert layouts.get("dequantize_fp8_blocks", config) == layouts.dequantize_fp8_blocks(block_size)
+
+
 def test_a_name_that_is_not_known_is_answered_with_those_that_are() -> None:
     with pytest.raises(LayoutError, match=r"Did you mean 'packed-qkv'\? .*stacked-experts"):
-        layouts.get("packed_qkv")
+        layouts.get("packed_qvk")
     with pytest.raises(LayoutError, match="needs the number of heads"):
         layouts.get("packed-qkv-per-head")
 

@@ -297,6 +297,17 @@ def test_a_registered_class_with_a_layout_of_its_own_is_found_and_keeps_it(saved
         assert not hf_stream.verify(tmp_path / "back", tmp_path / "own")
 
 
+@pytest.mark.usefixtures("registered")
+def test_a_layout_given_counts_more_than_that_of_the_class_both_ways(saved, tmp_path):
+    llama = transformers.AutoConfig.from_pretrained(saved("llama"))
+    OwnConfig(**{k: v for k, v in llama.to_dict().items() if k in SHARED}).save_pretrained(tmp_path / "other")
+    other = Layout([Rename("model.norm.weight", "other")])
+    hf_stream.convert(saved("llama") / "model.safetensors", tmp_path / "other", layout=other)
+    model = hf_stream.AutoModelForCausalLM.from_pretrained(tmp_path / "other", layout=other.inverse)
+    model.save_pretrained(tmp_path / "back")
+    assert not hf_stream.verify(tmp_path / "back", tmp_path / "other")
+
+
 class Counted(transformers.LlamaForCausalLM):
     saves = 0
 

@@ -18,7 +18,7 @@ from transformers.trainer_utils import _is_peft_model
 from hf_stream.checkpoint import apply_layout, load_into, open_checkpoint, save_checkpoint
 from hf_stream.errors import CheckpointError, LayoutError
 from hf_stream.integrations.trainer.settings import Settings
-from hf_stream.integrations.transformers.mixin import StreamingMixin, layout_of
+from hf_stream.integrations.transformers.mixin import layout_of
 from hf_stream.integrations.transformers.save import save_pretrained
 from hf_stream.layouts.composable import Chain, TwoWay, is_two_way
 from hf_stream.layouts.from_transformers import from_transformers
@@ -90,8 +90,7 @@ def load_weights(model: nn.Module, directory: Path, settings: Settings) -> None:
     if _is_in_layout(directory, settings):
         assert settings.layout is not None
         tensors = apply_layout(settings.layout.inverse, tensors)
-    if isinstance(model, StreamingMixin):
-        tensors = apply_layout(layout_of(model), tensors)
+    tensors = apply_layout(layout_of(model), tensors)
     if isinstance(model, PreTrainedModel):
         tensors = from_transformers(model)({**_never_saved(model), **tensors})
     load_into(model, tensors, buffer_size=settings.buffer_size, progress=settings.progress)
@@ -112,7 +111,7 @@ def layout_to_file(model: Any, settings: Settings) -> TwoWay | None:
     Raises:
         LayoutError: The model's class has a layout without an inverse.
     """
-    own = layout_of(model) if isinstance(model, StreamingMixin) else None
+    own = layout_of(model)
     if own is None:
         return settings.layout
     if not is_two_way(own):

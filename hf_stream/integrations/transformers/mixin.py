@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_stream.checkpoint import AnyLayout
 from hf_stream.errors import LayoutError
-from hf_stream.integrations.transformers.hooks import Request, asking, current_request
+from hf_stream.integrations.transformers.hooks import Origin, Request, asking, current_request
 from hf_stream.integrations.transformers.load import streamed_loads
 from hf_stream.integrations.transformers.save import streamed_saves
 
@@ -54,8 +54,16 @@ class StreamingMixin:
             super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
 
-def layout_of(model: StreamingMixin) -> AnyLayout | None:
-    """The layout of a model's class; a plain function is no method of it."""
+def layout_of(model: Any) -> AnyLayout | None:
+    """What a model's own `save_pretrained` leads back through: the layout it was loaded with, or that of its class.
+
+    A plain function as the layout of a class is no method of it.
+    """
+    origin: Origin | None = vars(model).get(Origin.attribute)
+    if origin is not None and origin.layout is not None:
+        return origin.layout
+    if not isinstance(model, StreamingMixin):
+        return None
     layout = inspect.getattr_static(model, "layout")
     if hasattr(layout, "__get__") and not inspect.isfunction(layout):
         layout = layout.__get__(model)

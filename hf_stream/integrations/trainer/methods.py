@@ -61,6 +61,8 @@ def save(
     """In place of `Trainer._save`: the weights are streamed, in the layout."""
     model = _unwrapped(trainer, trainer.model)
     directory = Path(trainer.args.output_dir if output_dir is None else output_dir)
+    if directory == Path(trainer.args.output_dir):
+        trainer._finish_current_push()  # which would upload half of what is written here
     if weights.who_saves(model) is not None:
         plain(output_dir, state_dict)
         return

@@ -37,7 +37,7 @@ def pushed(
     repo_id = hf_api().create_repo(repo_id, exist_ok=True, **repo_options).repo_id
     before = model._get_files_timestamps(directory) if os.path.isdir(directory) else {}
     yield
-    card = create_and_tag_model_card(repo_id, model.model_tags, token=token)
+    card = create_and_tag_model_card(repo_id, model.model_tags, token=token)  # type: ignore[arg-type]
     card.save(os.path.join(directory, "README.md"))
     model._upload_modified_files(
         directory, repo_id, before, commit_message=commit_message, token=token, create_pr=create_pr

@@ -66,6 +66,12 @@ def save_pretrained(
             f"{type(model).__name__} is no model class of transformers and takes no layout; "
             "save its tensors with hf_stream.save_checkpoint"
         )
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        from hf_stream.integrations.peft import save_adapters
+
+        save_adapters(model, save_directory, *args, buffer_size=buffer_size, progress=progress, **kwargs)
+        return
     with streamed_saves(), asking(Request(saved_through=layout, buffer_size=buffer_size, progress=progress)):
         model.save_pretrained(save_directory, *args, **kwargs)
 

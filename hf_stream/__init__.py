@@ -28,6 +28,7 @@ from hf_stream.lazy import LazyTensor, materialize
 if TYPE_CHECKING:
     from transformers.models.auto import *  # noqa: F403
 
+    from hf_stream.integrations.trainer import StreamingCheckpointCallback
     from hf_stream.integrations.transformers import (
         StreamingMixin,
         disable,
@@ -53,6 +54,7 @@ __all__ = [
     "LayoutError",
     "LazyTensor",
     "LazyTensorError",
+    "StreamingCheckpointCallback",
     "StreamingMixin",
     "convert",
     "disable",
@@ -86,6 +88,10 @@ if not TYPE_CHECKING:
             from hf_stream.integrations import transformers
 
             return getattr(transformers, name)
+        if name == "StreamingCheckpointCallback":
+            from hf_stream.integrations import trainer
+
+            return trainer.StreamingCheckpointCallback
         if name.startswith("Auto"):
             from hf_stream.integrations.transformers.auto import auto_class, auto_names
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
-from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from transformers import TrainerCallback
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
@@ -18,12 +16,8 @@ from hf_stream.integrations.trainer.settings import Settings
 from hf_stream.integrations.trainer.weights import layout_to_file, who_saves
 from hf_stream.layouts.composable import TwoWay, is_two_way
 
-_SHARDED = {
-    DistributedType.FSDP: "FSDP",
-    DistributedType.DEEPSPEED: "DeepSpeed",
-    DistributedType.MEGATRON_LM: "Megatron-LM",
-    DistributedType.XLA: "XLA",
-}
+# As accelerate calls them.
+_SHARDED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
 
 
 class StreamingCheckpointCallback(TrainerCallback):
@@ -85,9 +79,13 @@ class StreamingCheckpointCallback(TrainerCallback):
         self._check(kwargs.get("model"))
 
     def _check(self, model: Any) -> None:
-        kind = "SageMaker model parallelism" if is_sagemaker_mp_enabled() else None
-        kind = kind or _SHARDED.get(AcceleratorState().distributed_type)
-        if kind is None and getattr(model, "is_distributed_loading_by_transformers", False):
+        # Trainer needs it, and has seen to it that it is there.
+        from accelerate.state import AcceleratorState  # type: ignore[import-untyped]
+
+        kind = _SHARDED.get(AcceleratorState().distributed_type.value)
+        if is_sagemaker_mp_enabled():
+            kind = "SageMaker model parallelism"
+        if getattr(model, "is_distributed_loading_by_transformers", False):
             kind = "a model that is sharded over ranks"
         if kind is not None:
             raise CheckpointError(

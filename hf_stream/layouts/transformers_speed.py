@@ -22,13 +22,13 @@ from hf_stream.formats.shared import Shared
 @contextmanager
 def little_work_per_key() -> Iterator[None]:
     """Run a block in which transformers compiles patterns when they are first used, and copies converters to use."""
-    before = core_model_loading.re, core_model_loading.deepcopy
-    core_model_loading.re = _LatePatterns()  # type: ignore[assignment]
-    core_model_loading.deepcopy = _Copies()  # type: ignore[assignment]
+    names = vars(core_model_loading)
+    before = {name: names[name] for name in ("re", "deepcopy")}
+    names.update(re=_LatePatterns(), deepcopy=_Copies())
     try:
         yield
     finally:
-        core_model_loading.re, core_model_loading.deepcopy = before
+        names.update(before)
 
 
 class _LatePatterns:
@@ -70,14 +70,15 @@ class _Copies:
     """
 
     def __init__(self) -> None:
-        self._spare = threading.local()
+        self._here = threading.local()
 
     def __call__(self, original: Any) -> Any:
-        spares: dict[int, tuple[Any, Any]] = self._spare.__dict__
+        if not isinstance(original, core_model_loading.WeightTransform):
+            return copy.deepcopy(original)
+        # By id, with the original, so that its id stays its own.
+        spares: dict[int, tuple[Any, Any]] = self._here.__dict__.setdefault("spares", {})
         _, spare = spares.get(id(original), (None, None))
         if spare is None or spare.collected_tensors or spare.layer_targets:
             spare = copy.deepcopy(original)
-            if isinstance(original, core_model_loading.WeightTransform):
-                # With the original, so that its id stays its own.
-                spares[id(original)] = original, spare  # type: ignore[index]
+            spares[id(original)] = original, spare
         return spare

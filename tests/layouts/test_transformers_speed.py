@@ -110,8 +110,9 @@ def test_a_copy_that_has_collected_something_is_given_to_nobody_else():
 
 
 def test_transformers_is_as_before_after_overlapping_blocks_and_errors():
-    with pytest.raises(ZeroDivisionError), little_work_per_key(), little_work_per_key():
+    with little_work_per_key():
+        with pytest.raises(ZeroDivisionError), little_work_per_key():
+            1 / 0  # noqa: B018
         assert core_model_loading.re is not re
-        raise ZeroDivisionError
     assert core_model_loading.re is re
     assert core_model_loading.deepcopy is copy.deepcopy

@@ -118,6 +118,8 @@ class DequantizeFp8Blocks(Composable):
         if weight.dim() < 2:
             raise LayoutError(f"shape {list(weight.shape)} has no blocks.")
         scale, (rows, cols) = self._grid(weight, scale)
+        if not weight.numel():
+            return weight.to(self.dtype)
         # Pieces of whole blocks, the widest that there is room for, and then the highest.
         wide = min(scale.shape[1], max(1, _PIECE // (rows * cols)))
         high = max(1, _PIECE // (rows * cols * wide))

@@ -13,7 +13,7 @@ SIZES = {
     "vocab_size": 64,
     "hidden_size": 16,
     "intermediate_size": 24,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "attention_dropout": 0.2,

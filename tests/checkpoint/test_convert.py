@@ -7,6 +7,7 @@ import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from samples import files_of, named_tensors, random_bits, same_bits
 
 from hf_stream import convert, open_checkpoint, plan_conversion, save_checkpoint, verify
+from hf_stream.checkpoint import AnyLayout
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.errors import CheckpointError, CopyError
 
@@ -324,3 +326,50 @@ def test_weights_that_stay_behind_are_named(tmp_path, caplog):
     save_file({"w": torch.ones(2)}, source / "2_Dense" / "model.safetensors")
     convert(source, tmp_path / "out")
     assert "1 other weight files are not converted and stay behind: '2_Dense/model.safetensors'" in caplog.text
+
+
+class Renamed:
+    """A layout that knows about the config."""
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {f"new.{name}": tensor for name, tensor in tensors.items()}
+
+    def new_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+def in_half(names: set[str]) -> AnyLayout:
+    return lambda tensors: {name: t.to(torch.float16) if name in names else t for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "wanted"),
+    [
+        (None, None, {"dtype": "float32", "quantization_config": {"dtype": "int4"}}),
+        (in_half({"small"}), None, {"dtype": "float32", "quantization_config": {"dtype": "int4"}}),
+        (in_half({"large"}), None, {"dtype": "float16", "quantization_config": {"dtype": "int4"}}),
+        (in_half({"large"}), torch.float64, {"dtype": "float64", "quantization_config": {"dtype": "int4"}}),
+        (Renamed(), None, {"dtype": "float32"}),
+        (Renamed(), torch.bfloat16, {"dtype": "bfloat16"}),
+    ],
+)
+def test_the_config_says_what_most_weights_are_now_and_what_the_layout_says(
+    layout: AnyLayout | None, dtype: torch.dtype | None, wanted: dict[str, Any], tmp_path: Path
+) -> None:
+    tensors = {"large": torch.randn(4, 4), "small": torch.randn(3), "count": torch.zeros(99, dtype=torch.int64)}
+    save_checkpoint(tensors, tmp_path / "a")
+    written = '{"dtype": "float32",  "quantization_config": {"dtype": "int4"}}'
+    (tmp_path / "a/config.json").write_text(written)
+    convert(tmp_path / "a", tmp_path / "b", layout=layout, dtype=dtype)
+    text = (tmp_path / "b/config.json").read_text()
+    assert json.loads(text) == wanted
+    assert (text == written) is (json.loads(written) == wanted)
+
+
+def test_a_config_that_no_one_changes_need_not_be_json(tmp_path: Path) -> None:
+    save_checkpoint({"a": torch.randn(2)}, tmp_path / "a")
+    (tmp_path / "a/config.json").write_text("{")
+    convert(tmp_path / "a", tmp_path / "b", layout=lambda tensors: {"b": tensors["a"]})
+    assert (tmp_path / "b/config.json").read_text() == "{"
+    with pytest.raises(CheckpointError, match=r"config\.json' is not JSON"):
+        convert(tmp_path / "a", tmp_path / "c", layout=Renamed())

@@ -10,6 +10,7 @@ import torch
 from click.testing import Result
 from command_line import CONFIG, assert_same, llama, load, run
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_stream.copying.progress import Progress
 
@@ -69,6 +70,42 @@ def test_convert_casts_to_a_type_by_any_of_its_names(
     assert_same(load(tmp_path / "out"), {name: tensor.to(dtype) for name, tensor in llama().items()})
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["torch_dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_fp8_blocks_become_bfloat16_and_the_config_says_no_more_of_them(tmp_path: Path) -> None:
+    (tmp_path / "fp8").mkdir()
+    weight, scale = torch.randn(8, 6).to(torch.float8_e4m3fn), torch.rand(2, 2)
+    tensors = {"x.weight": weight, "x.weight_scale_inv": scale, "norm": torch.ones(3, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+    quantization = {"quant_method": "fp8", "weight_block_size": [4, 4]}
+    config = {"model_type": "deepseek_v3", "torch_dtype": "bfloat16", "quantization_config": quantization}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps(config))
+
+    assert run("convert", tmp_path / "fp8", tmp_path / "out", "--layout", "dequantize_fp8_blocks").exit_code == 0
+
+    factors = scale.repeat_interleave(4, 0).repeat_interleave(4, 1)[:, :6]
+    wanted = {"x.weight": (weight.float() * factors).to(torch.bfloat16), "norm": tensors["norm"]}
+    assert_same(load(tmp_path / "out"), wanted)
+    del config["quantization_config"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == config
+
+
+def test_a_model_of_transformers_goes_into_the_tensors_it_holds_and_back(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "vocab_size": 32, "num_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": 8, "head_dim": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads))
+    model.save_pretrained(tmp_path / "a")
+
+    assert run("convert", tmp_path / "a", tmp_path / "b", "-l", "from_transformers", "-q").exit_code == 0
+    assert_same(load(tmp_path / "b"), dict(model.state_dict()))
+    back = run("convert", tmp_path / "b", tmp_path / "c", "-l", "from-transformers", "--inverse", "-q")
+    assert back.exit_code == 0
+    assert (tmp_path / "c" / "model.safetensors").read_bytes() == (tmp_path / "a" / "model.safetensors").read_bytes()
+
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / "a" / name).unlink()
+    result = run("convert", tmp_path / "a", tmp_path / "d", "-l", "from-transformers")
+    assert (result.exit_code, "There is no config.json beside" in result.stderr) == (2, True)
 
 
 def test_convert_to_a_single_file_writes_that_file_and_nothing_else(source: Path, tmp_path: Path) -> None:

@@ -34,11 +34,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (
             "load.py",
-            ["--contenders", "transformers", "hf_stream", "preadv"],
+            [
+                "--contenders",
+                "transformers",
+                "hf_stream",
+                "preadv",
+                "--cases",
+                "experts",
+                "plain",
+                "cast",
+                "cast-experts",
+            ],
             ["experts", "plain", "cast", "cast-experts"],
             {"transformers", "hf_stream", "preadv"},
         ),
+        ("load.py", ["--cases", "int8", "offload"], ["int8", "offload"], {"transformers", "hf_stream"}),
         ("save.py", [], ["experts", "plain"], {"transformers", "hf_stream", "cp"}),
+        ("train.py", [], ["checkpoint"], {"transformers", "hf_stream"}),
         ("convert.py", [], ["packed-qkv"], CONVERTERS),
     ],
 )

@@ -37,6 +37,7 @@ def beyond_destination(script: str, case: str, contender: str, data: Path) -> fl
         ("load.py", "experts", LIMIT),
         ("load.py", "cast-experts", LIMIT),
         ("load.py", "plain", 32 * MIB),
+        ("load.py", "offload", LIMIT),
         ("save.py", "experts", LIMIT),
         ("save.py", "plain", LIMIT),
         ("convert.py", "packed-qkv", LIMIT),

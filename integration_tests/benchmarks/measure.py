@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 MEMORY_FIELDS = ("VmRSS", "RssAnon", "RssFile")
 
@@ -113,9 +114,16 @@ def anonymous_nbytes(result: Result) -> int:
 
 
 def tensors_of(result: Result) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of a module, a mapping, or the safetensors files of a directory."""
+    """Yield names and tensors of a module, a mapping, or the safetensors files of a directory.
+
+    Of a quantised tensor: what it is made of.
+    """
     if isinstance(result, torch.nn.Module):
-        yield from result.state_dict().items()
+        for name, tensor in result.state_dict().items():
+            parts = tensor.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(tensor) else ()
+            yield from ((f"{name}.{part}", getattr(tensor, part)) for part in parts)
+            if not parts:
+                yield name, tensor
     elif isinstance(result, Path):
         for file in sorted(result.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:

@@ -16,6 +16,7 @@ from hf_stream import layouts
 from hf_stream.checkpoint import AnyLayout, apply_layout
 from hf_stream.checkpoint.mapping import config_after
 from hf_stream.errors import CheckpointError, HfStreamError, LayoutError
+from hf_stream.layouts.registry import takes_path
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -74,7 +75,7 @@ def _config_beside(source: Path) -> dict[str, object] | None:
 
 
 def _is_file(spec: str) -> bool:
-    return ":" in spec or spec.endswith(".py")
+    return (":" in spec or spec.endswith(".py")) and not takes_path(spec)
 
 
 def _find(spec: str, config: dict[str, object] | None, source: str) -> AnyLayout:
@@ -88,7 +89,7 @@ def _find(spec: str, config: dict[str, object] | None, source: str) -> AnyLayout
     try:
         return layouts.get(spec, config)
     except LayoutError as error:
-        if config is None and spec in layouts.names():
+        if config is None and (spec in layouts.names() or takes_path(spec)):
             raise LayoutError(f"{error} (There is no config.json beside '{source}' to read sizes from.)") from error
         raise
 

@@ -17,6 +17,7 @@ from hf_stream.layouts.composable import Composable, TwoWay
 from hf_stream.layouts.dequantize_fp8_blocks import dequantize_fp8_blocks
 from hf_stream.layouts.from_transformers import from_transformers
 from hf_stream.layouts.layout import Layout
+from hf_stream.layouts.lora_merge import merge_lora
 from hf_stream.layouts.packed_gate_up import packed_gate_up
 from hf_stream.layouts.packed_qkv import packed_qkv
 from hf_stream.layouts.sizes import quantized_blocks
@@ -58,9 +59,28 @@ _READY_MADE: dict[str, tuple[str, Callable[[Any], TwoWay]]] = {
 }
 
 
+_OF_A_PATH: dict[str, tuple[str, Callable[[str, Any], TwoWay]]] = {
+    "merge-lora": (
+        "a LoRA adapter of PEFT folded into its base",
+        lambda path, _config: merge_lora(path),
+    ),
+    "merge-lora-in-memory": (
+        "the same for targets that have other names or shapes in memory (experts), or are tied",
+        lambda path, config: merge_lora(path, layout=from_transformers(config)),
+    ),
+}
+
+
 def names() -> dict[str, str]:
-    """The names that `get` knows, each with a description of one line."""
-    return {name: description for name, (description, _) in _READY_MADE.items()}
+    """The names that `get` knows, each with a description of one line; PATH stands for one of the user's."""
+    ready_made = {name: description for name, (description, _) in _READY_MADE.items()}
+    return ready_made | {f"{name}=PATH": description for name, (description, _) in _OF_A_PATH.items()}
+
+
+def takes_path(name: str) -> bool:
+    """Whether this is the name of a ready-made layout, an equals sign, and a path."""
+    word, equals, _ = name.partition("=")
+    return bool(equals) and word.replace("_", "-") in _OF_A_PATH
 
 
 def get(name: str, config: object = None) -> TwoWay:
@@ -76,11 +96,14 @@ def get(name: str, config: object = None) -> TwoWay:
     Raises:
         LayoutError: the name is not known, or the config lacks a size.
     """
+    word, _, path = name.partition("=")
+    if takes_path(name):
+        return _OF_A_PATH[word.replace("_", "-")][1](path, config)
     known = name.replace("_", "-")
     if known not in _READY_MADE:
-        close = difflib.get_close_matches(known, _READY_MADE, n=1)
+        close = difflib.get_close_matches(known, names(), n=1)
         meant = f"Did you mean '{close[0]}'? " if close else ""
-        raise LayoutError(f"layout '{name}' is not known. {meant}Known are: {', '.join(_READY_MADE)}.")
+        raise LayoutError(f"layout '{name}' is not known. {meant}Known are: {', '.join(names())}.")
     return _READY_MADE[known][1](config)
 
 

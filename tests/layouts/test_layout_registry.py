@@ -17,6 +17,8 @@ def test_every_name_has_a_description_of_one_line_and_a_layout_with_an_inverse()
     for name, description in layouts.names().items():
         assert 0 < len(description) < 90
         assert "\n" not in description
+        if name.endswith("=PATH"):
+            continue  # what it stands for must be there
         layout = layouts.get(name, {**CONFIG, "model_type": "qwen3_moe"})
         if name != "dequantize-fp8-blocks":
             assert layout.inverse.inverse == layout

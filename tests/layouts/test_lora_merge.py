@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import transformers
+from command_line import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import same_bits
@@ -376,3 +377,28 @@ def test_a_second_run_knows_that_it_is_the_same(tmp_path: Path) -> None:
         hf_stream.plan_conversion(tmp_path / "base", layout=merge_lora(tmp_path / "adapter")) for _ in range(2)
     )
     assert first.fingerprint() == second.fingerprint()
+
+
+@pytest.mark.parametrize(("model", "name"), [(LLAMA, "merge-lora"), (QWEN3_MOE, "merge_lora_in_memory")])
+def test_on_the_command_line(tmp_path: Path, model: Model, name: str) -> None:
+    targets = EXPERTS if model is QWEN3_MOE else None
+    prepare(tmp_path, model, torch.bfloat16, target_modules=["q_proj"], target_parameters=targets)
+    adapter = tmp_path / "C:adapter=1.py"
+    (tmp_path / "adapter").rename(adapter)
+    shown = run("convert", tmp_path / "base", tmp_path / "merged", "--layout", f"{name}={adapter}")
+    assert shown.exit_code == 0, shown.stderr
+    adapter.rename(tmp_path / "adapter")
+    assert not hf_stream.verify(merge_by_peft(tmp_path, model[0]), tmp_path / "merged")
+
+
+def test_the_command_line_says_what_is_missing(tmp_path: Path) -> None:
+    prepare(tmp_path, LLAMA, target_modules=["q_proj"])
+    (tmp_path / "base" / "config.json").unlink()
+    for layout, message in (
+        ("merge-lora=nowhere", "'nowhere' does not exist"),
+        ("merge-lora", "Did you mean 'merge-lora=PATH'?"),
+        (f"merge-lora-in-memory={tmp_path / 'adapter'}", "There is no config.json beside"),
+    ):
+        shown = run("convert", tmp_path / "base", tmp_path / "merged", "--layout", layout)
+        assert shown.exit_code == 2
+        assert message in shown.stderr

@@ -209,10 +209,24 @@ def test_a_copy_and_a_pickle_outlive_the_model_they_were_made_of(saved, tmp_path
         gc.collect()
         model.save_pretrained(tmp_path / str(number))
         assert not hf_stream.verify(tmp_path / str(number), saved("llama"))
-    plain_save = transformers.PreTrainedModel.save_pretrained
-    del model
+
+
+def test_other_models_stay_plain_and_transformers_is_as_it_was_when_the_last_streaming_one_is_gone(
+    saved, tmp_path, passed_whole
+):
     gc.collect()
-    assert transformers.PreTrainedModel.save_pretrained is not plain_save
+    before = vars(transformers.PreTrainedModel)["save_pretrained"]
+    model = hf_stream.AutoModelForCausalLM.from_pretrained(saved("llama"))
+    copied = copy.deepcopy(model)
+    del model
+    assert vars(transformers.PreTrainedModel)["save_pretrained"] is not before
+    assert passed_whole == []
+    plain = transformers.LlamaForCausalLM.from_pretrained(saved("llama"), dtype=torch.float64)
+    assert len(passed_whole) == 21
+    plain.save_pretrained(tmp_path)
+    assert len(passed_whole) == 42
+    del copied
+    assert vars(transformers.PreTrainedModel)["save_pretrained"] is before
 
 
 def test_a_model_is_freed_with_its_last_reference_as_in_transformers(saved):

@@ -47,8 +47,8 @@ class Request:
         )
 
     def through(self, layout: AnyLayout | None) -> Request:
-        """The same through a layout, if it asks for none itself."""
-        return replace(self, layout=layout) if self.layout is None and self.saved_through is None else self
+        """The same through a layout, if it has none."""
+        return replace(self, layout=layout) if self.layout is None else self
 
 
 class Origin:

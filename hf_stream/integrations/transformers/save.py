@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from hf_stream.formats.shared import Shared
 from hf_stream.integrations.transformers.hooks import Request, asking, hooked
 from hf_stream.integrations.transformers.pushed import pushed
 from hf_stream.integrations.transformers.recorded import Recording, recording
+from hf_stream.layouts.composable import is_two_way
 from hf_stream.layouts.transformers_engine import no_bars
 from hf_stream.layouts.transformers_speed import little_work_per_key
 
@@ -160,13 +160,12 @@ def _layout(request: Request, model: Any, save_original_format: bool) -> AnyLayo
     if getattr(model, "_hf_peft_config_loaded", False):
         # Adapters alone are saved, and as they are, by transformers too.
         return None
-    if inspect.getattr_static(request.layout, "inverse", None) is None:
+    if not is_two_way(request.layout):
         raise LayoutError(
             f"the layout of {type(model).__name__} is a plain function, which has no inverse; "
             "make it a Layout, or pass save_original_format=False to save the tensors as the model holds them"
         )
-    inverse: AnyLayout = request.layout.inverse  # type: ignore[attr-defined]
-    return inverse
+    return request.layout.inverse
 
 
 def _check_layout_fits(layout: AnyLayout | None, obstacle: str | None) -> None:

@@ -37,13 +37,26 @@ def save_until_killed(template: str, top: str, value: str, max_shard_size: str) 
     tensors = {
         name: torch.full_like(t.materialize(), int(value)) for name, t in hf_stream.open_checkpoint(template).items()
     }
+    _save_until_killed(
+        template, top, lambda copy: hf_stream.save_checkpoint(tensors, copy, max_shard_size=int(max_shard_size))
+    )
+
+
+def save_nested_until_killed(template: str, top: str, value: str, file: str, max_shard_size: str) -> None:
+    """The same for a nested state, in the file or folder that `file` names in the copies ("." for the copies)."""
+    state = {f"t{n}": [torch.full((1000,), float(value)), int(value)] for n in range(6)}
+    size = int(max_shard_size) or None
+    _save_until_killed(template, top, lambda copy: hf_stream.save_nested(state, copy / file, max_shard_size=size))
+
+
+def _save_until_killed(template: str, top: str, save: Callable[[Path], object]) -> None:
     for limit in range(1000):
         copy = Path(top, str(limit))
         shutil.copytree(template, copy)
         child = os.fork()
         if not child:
             die_after(limit)
-            hf_stream.save_checkpoint(tensors, copy, max_shard_size=int(max_shard_size))
+            save(copy)
             os._exit(0)
         if os.waitpid(child, 0)[1] == 0:
             sys.stdout.write(f"{limit}\n")

@@ -154,3 +154,30 @@ def test_a_save_killed_at_any_change_never_leaves_a_mixture(
     assert outcomes[0] == {1.0}
     assert None in outcomes
     assert outcomes[-1] == {2.0}
+
+
+@pytest.mark.parametrize(("file", "size"), [("s.safetensors", 0), ("new.safetensors", 0), ("new", 8000), (".", 8000)])
+def test_a_nested_state_killed_at_any_change_is_the_old_or_the_new_one(tmp_path: Path, file: str, size: int) -> None:
+    template = tmp_path / "template"
+    old = {f"t{n}": [torch.ones(1000), 1] for n in range(6)}
+    exists = not file.startswith("new")
+    hf_stream.save_nested(old, template / (file if exists else "other"), max_shard_size=9000 if file == "." else None)
+    count = int(run("save_nested_until_killed", template, tmp_path, 2, file, size))
+    assert count >= 5
+    outcomes = []
+    for limit in range(count + 1):
+        place = tmp_path / str(limit) / file
+        try:
+            state = hf_stream.load_nested(place)
+        except hf_stream.CheckpointError:
+            outcomes.append(None)
+            assert file == "." or not place.exists()
+        else:
+            (value,) = {number for _, number in state.values()}
+            assert all(torch.equal(tensor, torch.full((1000,), float(value))) for tensor, _ in state.values())
+            outcomes.append(value)
+        hf_stream.save_nested(old, place)  # whatever is there, the next save works
+        assert hf_stream.load_nested(place).keys() == old.keys()
+    assert outcomes[0] == (1 if exists else None)
+    assert outcomes[-1] == 2
+    assert set(outcomes) == ({1, 2} if file == "s.safetensors" else {1, 2, None} if exists else {None, 2})

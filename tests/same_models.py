@@ -21,7 +21,7 @@ def assert_same(ours: nn.Module, plain: nn.Module) -> None:
 
 
 def assert_same_tensor(name: str, x: torch.Tensor, y: torch.Tensor) -> None:
-    """Tensors of a quantiser's own class are compared by what they are made of."""
+    """Tensors of a quantizer's own class are compared by what they are made of."""
     assert type(x) is type(y), name
     assert (x.dtype, x.shape, x.device, x.requires_grad) == (y.dtype, y.shape, y.device, y.requires_grad), name
     if is_traceable_wrapper_subclass(x):

@@ -1,6 +1,6 @@
 """Loading a checkpoint into a model: transformers, hf_stream, and raw preadv into the merged parameters.
 
-Besides: quantising on the way to int8 with torchao, and offloading everything to disk, by transformers and hf_stream.
+Besides: quantizing on the way to int8 with torchao, and offloading everything to disk, by transformers and hf_stream.
 
     python integration_tests/benchmarks/load.py
     python integration_tests/benchmarks/load.py --cases experts --contenders transformers hf_stream --repeat 9
@@ -59,7 +59,7 @@ def hf_stream_load(source: Path) -> Load:
 
 
 def to_int8(load_of: Callable[[Path], Load]) -> Prepare:
-    """Load projections and merged experts as int8, quantised by torchao."""
+    """Load projections and merged experts as int8, quantized by torchao."""
 
     def prepare(source: Path, target: Path) -> Work:
         from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig

@@ -116,7 +116,7 @@ def anonymous_nbytes(result: Result) -> int:
 def tensors_of(result: Result) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors of a module, a mapping, or the safetensors files of a directory.
 
-    Of a quantised tensor: what it is made of.
+    Of a quantized tensor: what it is made of.
     """
     if isinstance(result, torch.nn.Module):
         for name, tensor in result.state_dict().items():

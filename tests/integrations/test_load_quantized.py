@@ -1,4 +1,4 @@
-"""Quantised models load as in plain transformers: quantised on the way, quantised already, and dequantised."""
+"""Quantized models load as in plain transformers: quantized on the way, quantized already, and dequantized."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from transformers.integrations.torchao import TorchAoQuantize
 
 import hf_stream
 from hf_stream.integrations.transformers import load as streaming_load
+from hf_stream.layouts import dequantize_fp8_blocks
 from hf_stream.lazy import LazyTensor
 
 AUTO = transformers.AutoModelForCausalLM
@@ -29,7 +30,7 @@ def _both(path, **arguments):
     """What plain transformers and hf_stream load, each from the same random seed."""
     for load in (AUTO.from_pretrained, lambda *args, **kwargs: hf_stream.from_pretrained(AUTO, *args, **kwargs)):
         torch.manual_seed(7)
-        # Configs of quantisation are changed by their use.
+        # Configs of quantization are changed by their use.
         made = {name: make() if callable(make) else make for name, make in arguments.items()}
         yield load(path, **made)
 
@@ -51,7 +52,7 @@ def _int8_experts():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2"])
-def test_weights_quantised_on_the_way(saved, name, dtype):
+def test_weights_quantized_on_the_way(saved, name, dtype):
     plain, ours = _both(saved(name, True), quantization_config=_int8, dtype=dtype)
     assert_same(ours, plain)
     assert bits(_logits(ours)) == bits(_logits(plain))
@@ -60,14 +61,14 @@ def test_weights_quantised_on_the_way(saved, name, dtype):
         assert type(ours.model.layers[0].self_attn.q_proj.weight).__name__ == "Int8Tensor"
 
 
-def test_merged_experts_quantised_on_the_way(saved):
+def test_merged_experts_quantized_on_the_way(saved):
     plain, ours = _both(saved("qwen3_moe"), quantization_config=_int8_experts)
     assert_same(ours, plain)
     assert type(ours.model.layers[0].mlp.experts.gate_up_proj).__name__ == "Int8Tensor"
     assert type(ours.model.layers[0].mlp.experts.down_proj) is torch.nn.Parameter
 
 
-def test_a_layout_before_quantisation(saved, tmp_path):
+def test_a_layout_before_quantization(saved, tmp_path):
     def doubled(tensors):
         return {name: tensor * 2 for name, tensor in tensors.items()}
 
@@ -77,19 +78,19 @@ def test_a_layout_before_quantisation(saved, tmp_path):
     assert_same(hf_stream.from_pretrained(AUTO, saved("llama"), quantization_config=_int8(), layout=doubled), plain)
 
 
-@pytest.mark.parametrize("quantise", [_int8, _int8_experts])
-def test_a_checkpoint_of_torchao_and_a_layout_for_it_is_refused(saved, tmp_path, quantise):
-    AUTO.from_pretrained(saved("qwen3_moe"), quantization_config=quantise()).save_pretrained(tmp_path)
+@pytest.mark.parametrize("quantize", [_int8, _int8_experts])
+def test_a_checkpoint_of_torchao_and_a_layout_for_it_is_refused(saved, tmp_path, quantize):
+    AUTO.from_pretrained(saved("qwen3_moe"), quantization_config=quantize()).save_pretrained(tmp_path)
     plain, ours = _both(tmp_path)
     assert_same(ours, plain)
-    if quantise is _int8:  # torchao computes with no such experts
+    if quantize is _int8:  # torchao computes with no such experts
         assert bits(_logits(ours)) == bits(_logits(plain))
     with pytest.raises(hf_stream.LayoutError, match=r"a checkpoint that torchao has quantized.*hf_stream\.convert"):
         hf_stream.from_pretrained(AUTO, tmp_path, layout=lambda tensors: tensors)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
-def test_an_adapter_of_a_quantised_base(saved, tmp_path):
+def test_an_adapter_of_a_quantized_base(saved, tmp_path):
     base = transformers.LlamaForCausalLM.from_pretrained(saved("llama"))
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     peft.get_peft_model(base, config).save_pretrained(tmp_path)
@@ -98,15 +99,15 @@ def test_an_adapter_of_a_quantised_base(saved, tmp_path):
     assert bits(_logits(ours)) == bits(_logits(plain))
 
 
-def test_what_a_quantiser_leaves_goes_to_disk_with_the_rest(saved, tmp_path):
-    # With a second device torchao wants to quantise on a GPU.
+def test_what_a_quantizer_leaves_goes_to_disk_with_the_rest(saved, tmp_path):
+    # With a second device torchao wants to quantize on a GPU.
     everything = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
     plain, ours = _both(saved("qwen3_moe"), quantization_config=_int8, **everything)
     assert_same(ours, plain)
     assert ours.model.layers[0].mlp.experts.down_proj.is_meta
 
 
-def test_a_quantiser_gets_real_tensors_of_one_parameter_at_a_time_and_is_left_as_it_was(saved, monkeypatch):
+def test_a_quantizer_gets_real_tensors_of_one_parameter_at_a_time_and_is_left_as_it_was(saved, monkeypatch):
     given = {}
     quantize = TorchAoQuantize.convert
 
@@ -148,7 +149,7 @@ def _fp8_checkpoint(source, path, block):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_fp8_blocks_are_dequantised_and_merged(saved, tmp_path, name, dtype):
+def test_fp8_blocks_are_dequantized_and_merged(saved, tmp_path, name, dtype):
     _fp8_checkpoint(saved(name), tmp_path, [8, 16] if name == "llama" else [8, 8])
     settings = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(8, 8))
     plain, ours = _both(tmp_path, dtype=dtype, quantization_config=lambda: settings)
@@ -162,6 +163,13 @@ def _projections(model):
     return [parameter for name, parameter in model.named_parameters() if "_proj" in name]
 
 
+def test_fp8_blocks_dequantized_by_a_layout(saved, tmp_path):
+    _fp8_checkpoint(saved("qwen3_moe"), tmp_path, [8, 8])
+    plain = AUTO.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    layout = dequantize_fp8_blocks((8, 8))
+    assert_same(hf_stream.from_pretrained(AUTO, tmp_path, dtype=torch.bfloat16, layout=layout), plain)
+
+
 def test_fp8_experts_go_to_their_places_without_being_read_before(saved, tmp_path, monkeypatch):
     _fp8_checkpoint(saved("qwen3_moe"), tmp_path, [8, 8])
     placed = []
@@ -172,7 +180,7 @@ def test_fp8_experts_go_to_their_places_without_being_read_before(saved, tmp_pat
     assert len(placed) == len(list(model.parameters()))
 
 
-def test_mxfp4_experts_are_dequantised(tmp_path):
+def test_mxfp4_experts_are_dequantized(tmp_path):
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     config = transformers.GptOssConfig(**sizes, **heads, layer_types=["sliding_attention", "full_attention"])

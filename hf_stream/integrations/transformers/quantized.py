@@ -1,4 +1,4 @@
-"""Quantised models: a quantiser gets real tensors, those of one parameter at a time; all others stay lazy."""
+"""Quantized models: a quantizer gets real tensors, those of one parameter at a time; all others stay lazy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Convert = Callable[..., Any]
 
 @contextmanager
 def real_inputs(load_config: Any, *, buffer_size: int, alias: bool) -> Iterator[None]:
-    """Run a block in which the operations of a load's quantiser are given real tensors.
+    """Run a block in which the operations of a load's quantizer are given real tensors.
 
     Transformers calls them for one parameter after the other, and drops what they were given. They may be kernels, or
-    build tensor classes of their own around what they get. FP8 dequantisation is neither and runs before experts are
+    build tensor classes of their own around what they get. FP8 dequantization is neither and runs before experts are
     merged, so it stays symbolic: each expert goes straight to its place in the merged parameter.
 
     Args:

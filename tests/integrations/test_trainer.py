@@ -245,7 +245,10 @@ def test_best_checkpoints_are_kept_and_loaded(tmp_path: Path, callback: bool) ->
         assert differing(dict(run.model.state_dict()), dict(wanted)) == []
 
 
-def test_with_room_for_one_only_the_best_is_left(tmp_path: Path) -> None:
+def test_with_room_for_one_only_the_best_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = shutil.rmtree
+    removed: list[str] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **kwargs: (removed.append(str(path)), remove(path, **kwargs)))
     run = trainer(
         llama(),
         tmp_path,
@@ -257,6 +260,20 @@ def test_with_room_for_one_only_the_best_is_left(tmp_path: Path) -> None:
     )
     run.train()
     assert names(tmp_path) == ["checkpoint-2"]
+    # File by file, nothing is removed that is still called a checkpoint.
+    assert str(tmp_path / "_checkpoint-4.hf-stream" / "removed") in removed
+    assert str(tmp_path / "checkpoint-4") not in removed
+
+
+def test_what_is_being_uploaded_is_not_written_to(tmp_path: Path) -> None:
+    run = trainer(llama(), tmp_path, StreamingCheckpointCallback())
+    waited = []
+    vars(run)["_finish_current_push"] = lambda: waited.append(names(tmp_path))
+    run.save_model(str(tmp_path / "elsewhere"))
+    assert waited == []
+    run.save_model()
+    assert waited == [["elsewhere"]]
+    assert WEIGHTS in names(tmp_path)
 
 
 @pytest.mark.parametrize(

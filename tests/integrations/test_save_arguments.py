@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -18,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import hf_stream
-from hf_stream.integrations.transformers.recorded import recording
+from hf_stream.integrations.transformers.recorded import Recording, recording
 from hf_stream.layouts import Layout, Rename
 
 SHARD = "12KB"
@@ -172,6 +173,14 @@ class TestWho:
             thread.join()
         assert record.tensors == {}
         assert contents(tmp_path / "plain") == contents(saved("llama"))
+
+    def test_real_tensors_are_spread_over_files_as_huggingface_hub_does(self):
+        base = torch.empty(64, 4)
+        tensors = {"a": base[:32], "b": torch.empty(8, 4), "c": base[32:], "d": torch.empty(64, 4)}
+        for size in (100, 1024, 1200, 5000):
+            arguments = {"filename_pattern": "model{suffix}.safetensors", "max_shard_size": size}
+            expected = huggingface_hub.split_torch_state_dict_into_shards(tensors, **arguments)
+            assert Recording().split(tensors, **arguments) == expected
 
     def test_something_else_than_a_model_saves_itself(self, tmp_path):
         class Other:

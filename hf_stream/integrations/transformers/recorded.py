@@ -45,8 +45,8 @@ class Recording:
         self.tensors: dict[str, torch.Tensor] = {}
         self._shards: list[ShardFile] = []
         self._lazy = lazy
-        # By the id of a lazy: itself, to keep the id its own, and the real tensor that it shows.
-        self._shown: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
+        # By the id of a lazy: itself, to keep the id its own, and the bytes of the storage that it shows a part of.
+        self._storage_nbytes: dict[int, tuple[LazyTensor, int]] = {}
 
     def files(self, index: str) -> CheckpointFiles:
         """The files, of which transformers has written all but the weights.
@@ -92,7 +92,7 @@ class Recording:
             return tensor
         lazy = LazyTensor.from_tensor(tensor)
         if sized_by_storage:
-            self._shown[id(lazy)] = lazy, tensor
+            self._storage_nbytes[id(lazy)] = lazy, get_torch_storage_size(tensor)
         return lazy
 
     def split(
@@ -106,12 +106,11 @@ class Recording:
         sizes: dict[str, int] = {}
         groups: dict[str, Hashable] = {}
         for name, tensor in state_dict.items():
-            real = self._shown[id(tensor)][1] if id(tensor) in self._shown else tensor
-            if isinstance(real, LazyTensor):
-                sizes[name] = real.nbytes
+            if isinstance(tensor, LazyTensor):
+                _, sizes[name] = self._storage_nbytes.get(id(tensor), (tensor, tensor.nbytes))
             else:
-                sizes[name] = get_torch_storage_size(real)
-                groups[name] = get_torch_storage_id(real)
+                sizes[name] = get_torch_storage_size(tensor)
+                groups[name] = get_torch_storage_id(tensor)
         split = split_into_shards(sizes, max_shard_size, filename_pattern, groups)
         return StateDictSplit(
             metadata={"total_size": split.total_size},

@@ -246,8 +246,6 @@ def test_a_model_is_freed_with_its_last_reference_as_in_transformers(saved):
 
 def test_a_compiled_model_saves_streaming(saved, tmp_path, passed_whole):
     model = torch.compile(hf_stream.AutoModelForCausalLM.from_pretrained(saved("llama")), backend="eager")
-    with torch.no_grad():
-        model(torch.arange(8)[None])
     model.save_pretrained(tmp_path)
     assert passed_whole == []
     assert not hf_stream.verify(tmp_path, saved("llama"))

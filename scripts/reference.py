@@ -36,6 +36,7 @@ SECTIONS = {
         "Differences",
         "Difference",
     ],
+    "Nested states": ["save_nested", "open_nested", "load_nested"],
     "Lazy tensors": ["LazyTensor", "materialize"],
     "Layouts": ["Layout"],
 }

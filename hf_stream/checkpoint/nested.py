@@ -75,9 +75,10 @@ def save_nested(
         CheckpointError: A tensor has no data of its own (meta, sparse, a subclass), or the destination cannot be used.
         CopyError: Reading or writing failed. The destination is as it was.
 
-    >>> optimizer = torch.optim.AdamW(model.parameters())
-    >>> hf_stream.save_nested(optimizer.state_dict(), "optimizer.safetensors")
-    >>> optimizer.load_state_dict(hf_stream.load_nested("optimizer.safetensors"))
+    >>> state = {"state": {0: {"exp_avg": torch.ones(2)}}, "betas": (0.9, 0.999)}
+    >>> path = hf_stream.save_nested(state, "optimizer.safetensors")
+    >>> hf_stream.load_nested(path)
+    {'state': {0: {'exp_avg': tensor([1., 1.])}}, 'betas': (0.9, 0.999)}
     """
     target = Path(path)
     single = target.suffix == _SUFFIX

@@ -6,22 +6,31 @@ import json
 import math
 
 import click
+import numpy as np
+import torch
 
-from hf_stream.checkpoint import Checkpoint, open_checkpoint
+from hf_stream.checkpoint import Checkpoint, open_checkpoint, open_nested
+from hf_stream.checkpoint.nested import STRUCTURE
 from hf_stream.cli.arguments import json_option, source_argument
-from hf_stream.cli.text import count, size, table
+from hf_stream.cli.text import count, printable, size, table
+from hf_stream.formats.nested_paths import path_of
+from hf_stream.formats.nested_scalars import shown
+
+_ENTRIES = 12
 
 
 @click.command()
 @source_argument
 @json_option
 def inspect(source: str, as_json: bool) -> None:
-    """List the tensors of SRC: name, type, shape, bytes and file.
+    """List the tensors of SRC: name, type, shape, bytes and file; of a nested state also what it is made of.
 
     Reads headers only.
     """
     checkpoint = open_checkpoint(source)
     click.echo(_as_json(checkpoint) if as_json else _as_text(checkpoint))
+    if not as_json and STRUCTURE in checkpoint.metadata:
+        click.echo("\n".join(_outline(open_nested(checkpoint.path))))
 
 
 def _as_text(checkpoint: Checkpoint) -> str:
@@ -56,3 +65,32 @@ def _as_json(checkpoint: Checkpoint) -> str:
         },
         indent=2,
     )
+
+
+def _outline(state: object) -> list[str]:
+    """The outermost containers of a nested state, a line for each."""
+    lines = [f"nested state: {_summary(state)}"]
+    for key, value in _entries(state)[:_ENTRIES]:
+        lines.append(f"  {printable(path_of([key]))}: {_summary(value)}")
+        lines += [f"    {printable(path_of([key]))}: {_summary(item)}" for key, item in _entries(value)[:_ENTRIES]]
+        lines += _more("    ", value)
+    return lines + _more("  ", state)
+
+
+def _entries(value: object) -> list[tuple[object, object]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list | tuple) else []
+
+
+def _more(indent: str, value: object) -> list[str]:
+    left = len(_entries(value)) - _ENTRIES
+    return [f"{indent}... and {left:,} more"] if left > 0 else []
+
+
+def _summary(value: object) -> str:
+    if isinstance(value, dict | list | tuple):
+        return f"{type(value).__name__} of {len(value):,}"
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"{'tensor' if isinstance(value, torch.Tensor) else 'numpy array'} of shape {list(value.shape)}"
+    return printable(shown(value))

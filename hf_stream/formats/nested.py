@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 from hf_stream.errors import FormatError
 from hf_stream.formats.nested_paths import Keys, path_of
-from hf_stream.formats.nested_scalars import PARSERS, Json, is_key, is_plain, is_unicode, key_node, plain_node
+from hf_stream.formats.nested_scalars import PARSERS, Json, is_key, is_plain, is_unicode, key_node, plain_node, shown
 from hf_stream.formats.strict_json import Pairs
 
 # Far below what the interpreter and its JSON parser can follow, in a caller's deep stack as well.
@@ -133,8 +133,8 @@ class _Encoder:
         for key in value:
             if not is_key(key):
                 raise FormatError(
-                    f"'{path_of(self._keys)}': the key {key!r:.80} is a {type(key).__name__}; keys can be text, bytes, "
-                    "numbers but NaN, None, and tuples of these. Use such a key."
+                    f"'{path_of(self._keys)}': the key {shown(key)} is a {type(key).__name__}; keys can be text, "
+                    "bytes, numbers but NaN, None, and tuples of these. Use such a key."
                 )
         return [[key_node(key), self._at(key, item)] for key, item in value.items()]
 
@@ -169,7 +169,7 @@ class _Decoder:
             try:
                 return PARSERS[tag](content)
             except (ValueError, TypeError, KeyError):
-                raise malformed(self._keys, f"{content!r:.80} is no {tag}") from None
+                raise malformed(self._keys, f"{shown(content)} is no {tag}") from None
         return self._other(tag, content, self._keys)
 
     def _enter(self) -> None:
@@ -194,7 +194,7 @@ class _Decoder:
         found = kind()
         for key, node in pairs:
             if key in found:
-                raise malformed(self._keys, f"the key {key!r:.80} is repeated")
+                raise malformed(self._keys, f"the key {shown(key)} is repeated")
             found[key] = self._at(key, node)
         self._depth -= 1
         return found
@@ -203,9 +203,9 @@ class _Decoder:
         try:
             key = _Decoder(_nothing_else).value(node)
         except FormatError:
-            raise malformed(self._keys, f"{node!r:.80} is no key") from None
+            raise malformed(self._keys, f"{shown(node)} is no key") from None
         if not is_key(key):
-            raise malformed(self._keys, f"{node!r:.80} is no key")
+            raise malformed(self._keys, f"{shown(node)} is no key")
         return key
 
     def _at(self, key: object, node: Json) -> object:
@@ -217,7 +217,7 @@ class _Decoder:
 
 def _nothing_else(tag: str, content: Json, keys: Keys) -> NoReturn:
     del content
-    raise malformed(keys, f"{tag!r:.40} in a key")
+    raise malformed(keys, f"{shown(tag)} in a key")
 
 
 def _refusal(value: object) -> str:

@@ -15,6 +15,7 @@ from hf_stream.formats.strict_json import Pairs
 Json: TypeAlias = Any
 
 _MAX_KEY_DEPTH: Final = 10
+_SHOWN: Final = 60
 _INT64: Final = range(-(2**63), 2**64)
 _HEX_INT: Final = re.compile(r"-?0x[0-9a-f]+")
 _HEX_FLOAT: Final = re.compile(r"[0-9a-f]{16}")
@@ -49,6 +50,15 @@ def key_node(key: object) -> Json:
 def fits_64_bits(number: int) -> bool:
     """Whether it is written as a plain number."""
     return number in _INT64
+
+
+def shown(value: object) -> str:
+    """The value as code, for people to read, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no numbers of thousands of digits
+        return f"a large {type(value).__name__}"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def is_unicode(text: str) -> bool:

@@ -4,10 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import torch
 from command_line import llama, run
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+import hf_stream
 
 
 def test_inspect_lists_what_safetensors_finds(source: Path) -> None:
@@ -62,6 +65,37 @@ def test_names_cannot_play_tricks_on_the_terminal(tmp_path: Path) -> None:
     assert all(map(str.isprintable, differences))
     mistake = run("convert", tmp_path / "a.safetensors", tmp_path / "out", "--layout", "no\x1b[2Jname").stderr
     assert r"'no\x1b[2Jname' is not known" in mistake
+
+
+def test_inspect_says_what_a_nested_state_is_made_of(tmp_path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(2, 3)) for _ in range(14)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+    for weight in weights:
+        weight.grad = torch.ones(2, 3)
+    optimizer.step()
+    rng = (10**5000, np.arange(3))
+    state = {"optimizer": optimizer.state_dict(), "rng": rng, "note": "a\x1b" + "b" * 80, "\n": 1}
+    hf_stream.save_nested(state, tmp_path / "state.safetensors")
+
+    result = run("inspect", tmp_path / "state.safetensors")
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[0] == "name"
+    assert lines[16:] == [
+        "15 tensors in 1 file: 87 elements, 360 B",
+        "nested state: dict of 4",
+        "  optimizer: dict of 2",
+        "    state: dict of 14",
+        "    param_groups: list of 1",
+        "  rng: tuple of 2",
+        "    0: a large int",
+        "    1: numpy array of shape [3]",
+        "  note: 'a\\x1b" + "b" * 51 + "...",
+        '  "\\n": 1',
+    ]
+    hf_stream.save_nested(list(range(20)), tmp_path / "list")
+    assert run("inspect", tmp_path / "list").stdout.splitlines()[-1] == "  ... and 8 more"
+    assert "nested" not in json.loads(run("inspect", tmp_path / "list", "--json").stdout)
 
 
 def test_plan_is_what_convert_then_does(source: Path, tmp_path: Path) -> None:

@@ -34,10 +34,15 @@ def hooks() -> list[object]:
     return [vars(transformers.PreTrainedModel)[name] for name in HOOKED]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def collected():
+    """Models of other tests that still stream are gone, and with them the hook."""
+    gc.collect()
+
+
 @pytest.fixture(autouse=True)
 def undone(monkeypatch):
     """Nothing is left of it after a test, to the very objects and their order."""
-    gc.collect()
     before = list(vars(transformers.PreTrainedModel).items())
     yield
     monkeypatch.undo()

@@ -78,7 +78,7 @@ def test_code_of_page_runs_and_prints_what_the_page_says(page: Path, tmp_path: P
     program, outputs = program_of(page.read_text(encoding="utf-8"))
     if not program.strip():
         pytest.skip("no code on this page")
-    script = tmp_path / f"{page.stem}.py"
+    script = tmp_path / f"page_{page.stem}.py"  # peft.py would hide the package
     script.write_text(program, encoding="utf-8")
     working = tmp_path / "working"
     working.mkdir()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
+from typing import Any
 
 import torch
 
@@ -21,8 +22,8 @@ from hf_stream.layouts.lora_delta import (
     merge_parameter,
     parameter_turns,
 )
+from hf_stream.layouts.lora_ties import TiedTensors
 from hf_stream.layouts.rule import shape_text
-from hf_stream.lazy import LazyTensor
 
 
 def merge_lora(
@@ -74,15 +75,44 @@ class LoraMerge(Composable):
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self._layout is None:
-            return self._merge(tensors)
-        return dict(self._layout.inverse(self._merge(self._layout(tensors))))
+            return self._merge(tensors).tensors
+        merged = self._merge(self._layout(tensors))
+        result = dict(self._layout.inverse(merged.tensors))
+        written = {id(tensor) for tensor in result.values()}
+        for name in merged.untied():
+            # The way back leaves out one of two weights that a model ties; these are two now.
+            if name not in result and id(merged.tensors[name]) not in written:
+                result[name] = merged.tensors[name]
+        return result
+
+    def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """An embedding that was trained as a whole is tied to no other any more.
+
+        Raises:
+            LayoutError: It may have been tied to one that has no name in the files, and would get lost.
+        """
+        text = config.get("text_config")
+        for part in (config, text if isinstance(text, Mapping) else {}):
+            trained = [
+                name
+                for name, tensor in self._adapter.trained.items()
+                if self._adapter.saves_module(name) and tensor.ndim == 2 and tensor.shape[0] == part.get("vocab_size")
+            ]
+            if trained and config.get("tie_word_embeddings"):
+                if len(trained) == 1 and self._layout is None:
+                    raise LayoutError(
+                        f"'{trained[0]}' was trained as a whole, and the base ties it to another weight; pass "
+                        "layout=from_transformers(...), so that this one is written as well"
+                    )
+                return {**config, "tie_word_embeddings": False}
+        return config
 
     def __repr__(self) -> str:
         through = "" if self._layout is None else f", layout={self._layout!r}"
         return f"merge_lora({self._adapter.name}{through})"
 
-    def _merge(self, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        merged = _Tied(base)
+    def _merge(self, base: Mapping[str, torch.Tensor]) -> TiedTensors:
+        merged = TiedTensors(base)
         for name, tensor in self._trained(base).items():
             # A module that was trained as a whole is tied no more; an embedding that was saved still is.
             (merged.replace if self._adapter.saves_module(name) else merged.update)(name, tensor)
@@ -98,7 +128,7 @@ class LoraMerge(Composable):
             except LayoutError as fact:
                 raise LayoutError(f"'{name}': {fact}") from fact.__cause__
             merged.update(name, update)
-        return merged.tensors
+        return merged
 
     def _trained(self, base: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """What takes the place of whole tensors of the base."""
@@ -235,29 +265,3 @@ class LoraMerge(Composable):
             f"the base lacks {listed(names)}, which {self._adapter.name} changes; the base has {listed(base)}. If "
             "transformers loads it under other names, or ties it to another weight, pass layout=from_transformers(...)"
         )
-
-
-class _Tied:
-    """Named tensors of which those that show the same weight stay one when that is changed."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.tensors = dict(tensors)
-        self._names: dict[Hashable, set[str]] = {}
-        for name, tensor in tensors.items():
-            self._names.setdefault(_identity(tensor), set()).add(name)
-        self._key = {name: _identity(tensor) for name, tensor in tensors.items()}
-
-    def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Put another tensor under this name alone."""
-        if name in self._key:
-            self._names[self._key.pop(name)].discard(name)
-        self.tensors[name] = tensor
-
-    def update(self, name: str, tensor: torch.Tensor) -> None:
-        """Put another tensor under this name and those tied to it."""
-        for tied in self._names[self._key[name]] if name in self._key else (name,):
-            self.tensors[tied] = tensor
-
-
-def _identity(tensor: torch.Tensor) -> Hashable:
-    return tensor.identity if isinstance(tensor, LazyTensor) else id(tensor)

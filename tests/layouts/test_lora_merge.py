@@ -123,6 +123,9 @@ CASES: dict[str, tuple[Model, bool, dict[str, Any]]] = {
     "whole modules": (LLAMA, False, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
     "tied embedding": (TIED, False, {"target_modules": ["embed_tokens", "q_proj"]}),
     "tied embedding, in memory": (TIED, True, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "tied head as a whole": (TIED, True, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "tied embedding as a whole": (TIED, True, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
+    "both as a whole": (TIED, False, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
     "conv1d of gpt2": (GPT2, False, {"target_modules": ["c_attn", "c_proj"], "lora_bias": True, "bias": "all"}),
     "square conv1d of gpt2": (GPT2, False, {"target_modules": ["attn.c_proj"]}),
     "bert": (BERT, False, {"target_modules": ["query", "dense"], "task_type": "SEQ_CLS", "bias": "lora_only"}),
@@ -274,6 +277,19 @@ def test_a_base_of_other_names_is_merged_through_the_names_in_memory(tmp_path: P
     with pytest.raises(hf_stream.LayoutError, match=r"lacks 'bert.encoder.*layout=from_transformers"):
         hf_stream.convert(tmp_path / "base", tmp_path / "refused", layout=merge_lora(tmp_path / "adapter"))
     assert differences(tmp_path, BERT, in_memory=True) == "no difference"
+
+
+@pytest.mark.parametrize("case", ["tied head as a whole", "tied embedding as a whole", "both as a whole"])
+def test_transformers_ties_no_weights_that_are_two_now(tmp_path: Path, case: str) -> None:
+    model, in_memory, options = CASES[case]
+    prepare(tmp_path, model, **options)
+    assert differences(tmp_path, model, in_memory) == "no difference"
+    merged, expected = (model[0].from_pretrained(tmp_path / name).state_dict() for name in ("merged", "by_peft"))
+    assert all(same_bits(merged[name], tensor) for name, tensor in expected.items())
+    if in_memory:
+        with pytest.raises(hf_stream.LayoutError, match=r"was trained as a whole, and the base ties it"):
+            hf_stream.convert(tmp_path / "base", tmp_path / "refused", layout=merge_lora(tmp_path / "adapter"))
+        assert not (tmp_path / "refused").exists()
 
 
 def test_merging_changes_tied_weights_together() -> None:

@@ -41,8 +41,9 @@ class Misfits:
     def add_errors(self, errors: Mapping[str, str]) -> None:
         """Weights whose conversion failed, with what transformers reports: a traceback, the message, and where."""
         for name, report in errors.items():
-            message = report.rpartition("\nError")[0].rpartition("\n")[2]
-            self._facts.append(f"'{name}' cannot be built: {message.rstrip('.')}{self._lacking(name)}")
+            message = report.rpartition("\nError")[0].rpartition("\n")[2].rstrip(".")
+            # What is not there explains more than sizes that do not match.
+            self._facts.append(f"'{name}' cannot be built{self._lacking(name) or f': {message}'}")
 
     def add_missing(self, names: Collection[str]) -> None:
         """Weights that came out of nothing."""
@@ -67,9 +68,10 @@ class Misfits:
         """
         if self._facts:
             more = f"; and {len(self._facts) - _LISTED} more" if len(self._facts) > _LISTED else ""
+            count = f"{len(self._facts)} misfit{'s' if len(self._facts) > 1 else ''}"
             raise LayoutError(
-                f"{len(self._facts)} misfits with {type(self._model).__name__}: {'; '.join(self._facts[:_LISTED])}"
-                f"{more}. Use the config that belongs to the checkpoint, put a layout before that maps its names, or "
+                f"{count} with {type(self._model).__name__}: {'; '.join(self._facts[:_LISTED])}{more}. "
+                "Use the config that belongs to the checkpoint, put a layout before that maps its names, or "
                 "pass strict=False to go without names that are missing or left over."
             )
 

@@ -255,23 +255,23 @@ def rename(old: str, new: str) -> Callable[[dict[str, Any]], Any]:
 LAYER = "model.layers.1."
 EXPERT = f"{LAYER}mlp.experts.2.up_proj.weight"
 MISFITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda t: t.pop("model.norm.weight"), r"1 misfits with Qwen3MoeForCausalLM: 'model\.norm\.weight' is missing\."),
+    (lambda t: t.pop("model.norm.weight"), r"1 misfit with Qwen3MoeForCausalLM: 'model\.norm\.weight' is missing\."),
     (
         lambda t: t.pop(EXPERT),
-        r"1 misfits.*layers\.1\.mlp\.experts\.gate_up_proj'.*the checkpoint has no '\S*\.1\.mlp\.experts\.2\.up_proj",
+        r"1 misfit .*experts\.gate_up_proj' cannot be built \(the checkpoint has no '\S*\.1\.mlp\.experts\.2\.up_proj",
     ),
     (
         lambda t: [t.pop(f"{LAYER}mlp.experts.{n}.{p}_proj.weight") for n in range(4) for p in ("gate", "up")],
-        r"1 misfits.*gate_up_proj' is missing \(the checkpoint has no '\S*\.1\.mlp\.experts\.0\.gate_proj\.weight', "
+        r"1 misfit .*gate_up_proj' is missing \(the checkpoint has no '\S*\.1\.mlp\.experts\.0\.gate_proj\.weight', "
         r"'model\.layers\.1\.mlp\.experts\.1\.gate_proj\.weight' and 6 more\)",
     ),
     (
         lambda t: t.update({"model.norm.weight": torch.zeros(5)}),
-        r"1 misfits.*'model\.norm\.weight': the model wants shape \[32\], got \[5\]",
+        r"1 misfit .*'model\.norm\.weight': the model wants shape \[32\], got \[5\]",
     ),
     (
         lambda t: t.update({EXPERT: torch.zeros(5)}),
-        r"1 misfits.*gate_up_proj' cannot be built: stack expects each tensor to be equal size",
+        r"1 misfit .*gate_up_proj' cannot be built: stack expects each tensor to be equal size",
     ),
     (
         rename("model.norm.weight", "model.nrm.weight"),

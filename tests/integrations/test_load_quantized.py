@@ -85,6 +85,9 @@ def test_a_checkpoint_of_torchao_and_a_layout_for_it_is_refused(saved, tmp_path,
     assert_same(ours, plain)
     if quantize is _int8:  # torchao computes with no such experts
         assert bits(_logits(ours)) == bits(_logits(plain))
+    ops = [op for conversion in ours._weight_conversions for op in getattr(conversion, "operations", ())]
+    assert ops
+    assert not any("convert" in vars(op) for op in ops)
     with pytest.raises(hf_stream.LayoutError, match=r"a checkpoint that torchao has quantized.*hf_stream\.convert"):
         hf_stream.from_pretrained(AUTO, tmp_path, layout=lambda tensors: tensors)
 

@@ -55,8 +55,8 @@ def from_pretrained(
     """`cls.from_pretrained(...)`, reading each parameter straight to its place in its final dtype and layout.
 
     The model is the one that plain transformers gives, bit for bit. Anonymous memory beyond it stays below
-    `buffer_size` plus the inputs of one deferred operation. On the CPU, parameters that lie in the files just as they
-    are needed are private mappings of the files, as in transformers.
+    `buffer_size` plus the inputs of one deferred operation, or of one parameter that is being quantized. On the CPU,
+    parameters that lie in the files just as they are needed are private mappings of the files, as in transformers.
 
     Args:
         cls: A model class or an Auto class of transformers.

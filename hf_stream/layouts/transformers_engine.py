@@ -6,6 +6,7 @@ Imported by those who have transformers, and by nobody else.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +14,12 @@ from types import EllipsisType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import (
     convert_and_load_state_dict_in_model,
     revert_weight_conversion,
 )
+from transformers.initialization import meta_device_safe_creation_ops
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.loading_report import LoadStateDictInfo
 from transformers.utils.logging import set_tqdm_hook
@@ -63,6 +65,18 @@ def quietly() -> Iterator[None]:
     """Run a block in which transformers handles lazies: no bars, no threads, no collections of garbage."""
     with collector_paused(), no_bars(), no_thread_pool(), little_work_per_key():
         yield
+
+
+# Models with code of their own may look at values while they are made, which transformers allows for.
+_creating = Shared(meta_device_safe_creation_ops)
+
+
+def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model on the meta device, which takes no memory; `config` is left as it is."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = "eager"  # which needs no other package, and no GPU
+    with torch.device("meta"), _creating():
+        return model_class(config)
 
 
 def load_into_skeleton(

@@ -18,7 +18,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict, unw
 
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.composable import Composable
-from hf_stream.layouts.transformers_engine import load_into_skeleton, revert
+from hf_stream.layouts.transformers_engine import load_into_skeleton, revert, skeleton
 from hf_stream.layouts.transformers_misfits import Misfits
 
 Tensors = Mapping[str, torch.Tensor]
@@ -93,11 +93,8 @@ class ToMemory(Composable):
         return ToCheckpoint(self)
 
     def skeleton(self) -> PreTrainedModel:
-        """The model, on the meta device."""
-        config = copy.deepcopy(self.config)
-        config._attn_implementation = "eager"  # which needs no other package, and no GPU
-        with torch.device("meta"):
-            model = self.model_class(config)
+        """The model on the meta device, to be saved as what it was loaded from."""
+        model = skeleton(self.model_class, self.config)
         vars(model)["_weight_conversions"] = None if self.used is None else list(copy.deepcopy(self.used))
         return model
 

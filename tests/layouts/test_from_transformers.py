@@ -358,6 +358,25 @@ def test_what_has_no_conversions_is_refused(given: Any, message: str) -> None:
         from_transformers(given)
 
 
+class OwnBert(BertModel):
+    """Code that is not transformers', which looks at values while it makes a model."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)]
+
+
+def test_a_model_with_code_of_its_own(tmp_path: Path) -> None:
+    linspace = torch.linspace
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = OwnBert(BertConfig(**sizes, vocab_size=50))
+    model.save_pretrained(tmp_path)
+    layout = from_transformers(model)
+    assert repr(layout) == "from_transformers(OwnBert)"
+    assert_same(layout(load_file(tmp_path / "model.safetensors")), model.state_dict())
+    assert torch.linspace is linspace
+
+
 def test_a_quantized_model_is_refused(bert: tuple[BertForMaskedLM, Path]) -> None:
     model, _ = bert
     model.hf_quantizer = object()

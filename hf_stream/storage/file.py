@@ -57,7 +57,7 @@ class FileStorage(Storage):
         fd = os.open(path, flags, 0o666)
         storage = cls.__new__(cls)
         try:
-            _allocate(fd, nbytes, os.fspath(path))
+            reserve_space(fd, nbytes, os.fspath(path))
             storage._open(os.fspath(path), fd)
         except BaseException:
             os.close(fd)
@@ -70,7 +70,7 @@ class FileStorage(Storage):
         self._mapping: Any = None  # an UntypedStorage; torch's stubs do not know that it slices
         status = os.fstat(fd)
         self.nbytes = status.st_size
-        self._place = ("file", status.st_dev, status.st_ino)
+        self._place: Hashable = ("file", status.st_dev, status.st_ino)
         self._fd = fd
 
     def __repr__(self) -> str:
@@ -106,8 +106,8 @@ class FileStorage(Storage):
         return self._place
 
     @property
-    def identity(self) -> FileIdentity:
-        """The file's identity as it is now."""
+    def identity(self) -> Hashable:
+        """The file's `FileIdentity` as it is now."""
         status = os.fstat(self.fileno())
         return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -217,8 +217,12 @@ class FileStorage(Storage):
         return tensor.view(tuple(size))
 
 
-def _allocate(fd: int, nbytes: int, name: str) -> None:
-    """Give an empty file its size and its space, so that a full disk is an error now and not in mid-copy."""
+def reserve_space(fd: int, nbytes: int, name: str) -> None:
+    """Give an empty file its size and its space, so that a full disk is an error now and not in mid-copy.
+
+    Raises:
+        OSError: ENOSPC, naming the file, if the space is not there.
+    """
     if nbytes == 0:
         return
     if hasattr(os, "posix_fallocate"):

@@ -1,0 +1,243 @@
+"""Files of torch.save, opened without loading and without running anything: a tensor is a window on a record's bytes.
+
+Only the zip directory and the pickle are read. What they say of sizes and places is checked here, by hf_stream: every
+record against its storage, every tensor against its record.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from hf_stream.checkpoint.torch_legacy import read_legacy
+from hf_stream.errors import FormatError
+from hf_stream.formats.collector import collector_paused
+from hf_stream.formats.nested_paths import path_of
+from hf_stream.formats.pickle_reader import Function, Inert, InertClass
+from hf_stream.formats.torch_pickle import Refused, StorageRecord, TensorRecord, TorchPickle
+from hf_stream.formats.torchscript_pickle import attributes_of, read_torchscript_pickle
+from hf_stream.formats.zip_records import SIGNATURE, Record, read_records
+from hf_stream.lazy import LazyTensor
+from hf_stream.lazy.sources import Leaf
+from hf_stream.storage.base import Storage
+from hf_stream.storage.file import FileStorage
+from hf_stream.storage.inflated import InflatedFile, inflate
+
+logger = logging.getLogger(__name__)
+
+# A pickle says where tensors are, and some plain values; the largest models have some megabytes of that.
+_MAX_PICKLE: Final = 1 << 30
+_CHUNK: Final = 1 << 20
+_CONTAINERS: Final = frozenset({dict, OrderedDict, Counter, list, tuple})
+_NO_VALUES: Final = frozenset({Refused, StorageRecord, Function, Inert, InertClass})
+
+
+def open_torch_file(path: str | os.PathLike[str], *, verify: bool = False) -> Any:
+    """Open a file of torch.save; reads its zip directory and its pickle and nothing else.
+
+    Args:
+        path: A file of torch.save, or a TorchScript archive. Files from before torch 1.6 are loaded into memory.
+        verify: Whether to read everything once and compare it with the file's checksums.
+
+    Returns:
+        What `torch.load(path, map_location="cpu", weights_only=True)` gives, with LazyTensors for the tensors: those
+        that share a storage are views of one, parameters are parameters. For a TorchScript archive: its tensors by
+        their attributes' names.
+
+    Raises:
+        FormatError: The file is damaged, or holds what has no plain bytes or is no data. Names the record or the place.
+    """
+    file = TorchFile(path, verify=verify)
+    return file.with_lazies(file.state)
+
+
+class TorchFile:
+    """An open file of torch.save.
+
+    Attributes:
+        storage: The file.
+        state: What was saved, with a `TensorRecord` for each tensor.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = False) -> None:
+        self.storage = FileStorage(path)
+        self.name = self.storage.name
+        # Equal storages of the pickle are one; here is where each of them is.
+        self._places: dict[str, tuple[Storage, int]] = {}
+        self._lazies: dict[TensorRecord, LazyTensor] = {}
+        with collector_paused():
+            if self._read(0, min(len(SIGNATURE), self.storage.nbytes)) == SIGNATURE:
+                self.state = self._open_zip(verify)
+            else:
+                self.state, self._places = read_legacy(self.storage)
+
+    def _read(self, offset: int, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self.storage.read_into(memoryview(data), offset)
+        return bytes(data)
+
+    def _open_zip(self, verify: bool) -> Any:
+        records = read_records(self._read, self.storage.nbytes, self.name)
+        # All records lie in one folder, that of the first one.
+        folder, slash, _ = next(iter(records), "").partition("/")
+        found = {name[len(folder) + 1 :]: record for name, record in records.items() if name.startswith(folder + "/")}
+        if not slash or "data.pkl" not in found:
+            raise FormatError(f"'{self.name}' is a zip archive without 'data.pkl': torch.save did not write it")
+        if "byteorder" in found and (order := self._content(found["byteorder"])) != b"little":
+            raise FormatError(
+                f"'{self.name}': the record 'byteorder' says {order!r:.40}, known is 'little'; "
+                "load the file with torch and save it again, if it is right"
+            )
+        if verify:
+            self._verify(records.values())
+        data, name = self._content(found["data.pkl"]), f"{self.name}: {folder}/data.pkl"
+        if "constants.pkl" in found:
+            state, storages = read_torchscript_pickle(data, name)
+            state = attributes_of(state, name)
+        else:
+            reader = TorchPickle()
+            state, stop = reader.read(data, name)
+            storages = reader.storages
+            if stop != len(data):
+                raise FormatError(f"'{name}' has {len(data) - stop} bytes after its end. Get the file again.")
+        for storage in storages.values():
+            self._places[storage.key] = self._place(storage, found)
+        return state
+
+    def _content(self, record: Record) -> bytes:
+        """All of a small record, with its checksum compared."""
+        if record.nbytes > _MAX_PICKLE:
+            raise FormatError(f"'{self.name}': record '{record.name}' of {record.nbytes} bytes is no pickle of tensors")
+        content = b"".join(self._pieces(record))
+        self._compare(record, zlib.crc32(content))
+        return content
+
+    def _pieces(self, record: Record) -> Iterator[bytes]:
+        if record.deflated:
+            yield from inflate(
+                self.storage,
+                record.start,
+                record.stored_nbytes,
+                record.nbytes,
+                f"'{self.name}': record '{record.name}'",
+            )
+            return
+        for start in range(0, record.nbytes, _CHUNK):
+            yield self._read(record.start + start, min(_CHUNK, record.nbytes - start))
+
+    def _compare(self, record: Record, crc32: int) -> None:
+        if record.crc32 not in (0, crc32):
+            raise FormatError(
+                f"'{self.name}': the CRC-32 of record '{record.name}' is {crc32:#010x}, the file says "
+                f"{record.crc32:#010x}. The file is damaged: get it again."
+            )
+
+    def _verify(self, records: Iterable[Record]) -> None:
+        unknown = 0
+        for record in records:
+            crc32 = 0
+            for piece in self._pieces(record):
+                crc32 = zlib.crc32(piece, crc32)
+            self._compare(record, crc32)
+            unknown += record.crc32 == 0 and crc32 != 0
+        if unknown:
+            logger.warning("'%s' has no CRC-32 for %d of its records: they cannot be verified", self.name, unknown)
+
+    def _place(self, storage: StorageRecord, found: Mapping[str, Record]) -> tuple[Storage, int]:
+        record = found.get(f"data/{storage.key}")
+        if record is None:
+            raise FormatError(
+                f"'{self.name}' has no record 'data/{storage.key}', which its pickle names. Get it again."
+            )
+        if record.nbytes != storage.nbytes:
+            raise FormatError(
+                f"'{self.name}': record '{record.name}' has {record.nbytes} bytes, but its storage {storage.nbytes}. "
+                "The file is damaged: get it again."
+            )
+        if not record.deflated:
+            return self.storage, record.start
+        name = f"'{self.name}': record '{record.name}'"
+        inflated = InflatedFile(self.storage, record.start, record.stored_nbytes, record.nbytes, record.crc32, name)
+        return inflated, 0
+
+    def lazy(self, record: TensorRecord) -> LazyTensor:
+        """The tensor, as a parameter or with the attributes that it has; one object for one record."""
+        lazy = self._lazies.get(record)
+        if lazy is None:
+            lazy = self._lazies[record] = self._with_attributes(self.plain(record), record)
+        return lazy
+
+    def plain(self, record: TensorRecord) -> LazyTensor:
+        """The tensor's values alone."""
+        storage, base = self._places[record.storage.key]
+        elements = torch.empty(record.storage.nbytes // record.dtype.itemsize, dtype=record.dtype, device="meta")
+        lazy = LazyTensor(elements.as_strided(record.size, record.stride, record.offset), Leaf(storage, base))
+        if record.conj:
+            lazy = lazy.conj_physical()  # type: ignore[assignment]
+        if record.neg:
+            lazy = lazy.neg()  # type: ignore[assignment]
+        return lazy
+
+    def _with_attributes(self, lazy: LazyTensor, record: TensorRecord) -> LazyTensor:
+        if record.parameter:
+            lazy = torch.nn.Parameter(lazy, record.requires_grad)  # type: ignore[assignment]
+        elif record.requires_grad:
+            lazy.requires_grad_()
+        for name, value in record.attributes.items():
+            if hasattr(lazy, name) or name == "_is_param":
+                raise FormatError(f"'{self.name}': a tensor has the attribute '{name}', which is not one to set")
+            setattr(lazy, name, self.with_lazies(value, "." + name))
+        return lazy
+
+    def with_lazies(self, state: Any, *keys: object) -> Any:
+        """A part of the state with LazyTensors in the place of records; dicts and lists are changed, not copied.
+
+        Args:
+            state: The part.
+            keys: Where it is, for errors.
+
+        Raises:
+            FormatError: Something in it is no tensor with plain bytes, and no plain value.
+        """
+        try:
+            with collector_paused():
+                return self._converted(state, keys, {})
+        except RecursionError:
+            raise FormatError(f"'{self.name}' nests deeper than can be followed") from None
+
+    def _converted(self, value: Any, keys: tuple[object, ...], done: dict[int, Any]) -> Any:
+        kind = type(value)
+        if kind is TensorRecord:
+            return self.lazy(value)
+        if kind in _NO_VALUES:
+            raise FormatError(
+                f"'{self.name}': '{path_of(keys)}' is {_described(value)}; hf_stream reads tensors in rows"
+            )
+        if kind not in _CONTAINERS:
+            return value
+        if id(value) in done:
+            return done[id(value)]
+        if kind is tuple:
+            # It cannot hold itself but through a list or a dict.
+            parts = tuple(self._converted(item, (*keys, at), done) for at, item in enumerate(value))
+            done[id(value)] = parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
+            return done[id(value)]
+        done[id(value)] = value
+        for key, item in value.items() if kind is not list else enumerate(value):
+            value[key] = self._converted(item, (*keys, key), done)
+        if hasattr(value, "__dict__"):
+            for name, item in value.__dict__.items():
+                value.__dict__[name] = self._converted(item, (*keys, "." + name), done)
+        return value
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Refused):
+        return value.what
+    return "a storage without a tensor" if isinstance(value, StorageRecord) else "a function or a class"

@@ -1,0 +1,83 @@
+"""The tensors that a TorchScript archive keeps as attributes, read from its pickle alone and not from its code."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from hf_stream.errors import FormatError
+from hf_stream.formats.pickle_reader import Function, Inert, InertClass, brief, read_pickle
+from hf_stream.formats.torch_pickle import Refused, StorageRecord, TensorRecord, TorchPickle, find_name
+
+_CLASSES: Final = "__torch__"
+
+
+def read_torchscript_pickle(data: bytes, name: str) -> tuple[Any, dict[str, StorageRecord]]:
+    """What data.pkl holds, with `Inert` objects for those of the archive's classes, and its storages.
+
+    Raises:
+        FormatError: The pickle is damaged, or holds more than TorchScript writes.
+    """
+    reader = TorchPickle()
+    value, stop = read_pickle(data, _find_name, reader.storage, name)
+    if stop != len(data):
+        raise FormatError(f"'{name}' has {len(data) - stop} bytes after its end. Get the file again.")
+    return value, reader.storages
+
+
+def attributes_of(module: Any, name: str) -> dict[str, TensorRecord | Refused]:
+    """The tensors of a module and of those in it, named as `state_dict` names them.
+
+    Attributes that are no tensors are left out.
+
+    Raises:
+        FormatError: It is no module, or two attributes come to one name.
+    """
+    if type(module) is not Inert:
+        raise FormatError(f"'{name}' holds {brief(module)}, not a TorchScript module")
+    found: dict[str, TensorRecord | Refused] = {}
+    todo, seen = [("", module)], set()
+    while todo:
+        prefix, owner = todo.pop()
+        if id(owner) in seen:
+            continue
+        seen.add(id(owner))
+        if type(owner.state) is not dict or any(type(key) is not str for key in owner.state):
+            raise FormatError(
+                f"'{name}': '{prefix or owner.name}' keeps its state in a way of its own, made by its code"
+            )
+        inner = []
+        for key, value in owner.state.items():
+            if type(value) in (TensorRecord, Refused):
+                if prefix + key in found:
+                    raise FormatError(f"'{name}' has two tensors '{prefix + key}'")
+                found[prefix + key] = value
+            elif type(value) is Inert:
+                inner.append((f"{prefix}{key}.", value))
+        todo.extend(reversed(inner))
+    return found
+
+
+def _find_name(module: str, name: str) -> Any:
+    if module == _CLASSES or module.startswith(_CLASSES + "."):
+        return InertClass(f"{module}.{name}")
+    return _NAMES.get((module, name)) or find_name(module, name)
+
+
+def _typed_list(items: Any) -> list[Any]:
+    if type(items) is not list:
+        raise FormatError(f"a typed list made of {brief(items)}")
+    return items
+
+
+def _tagged(value: Any, tag: Any) -> Any:
+    del tag  # the type of an empty container, in words
+    return value
+
+
+_NAMES: Final = {
+    **{
+        ("torch.jit._pickle", name): Function(name, _typed_list)
+        for name in ("build_intlist", "build_doublelist", "build_boollist", "build_tensorlist")
+    },
+    ("torch.jit._pickle", "restore_type_tag"): Function("restore_type_tag", _tagged),
+}

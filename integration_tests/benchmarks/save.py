@@ -1,17 +1,21 @@
 """Saving a model that lies in memory: transformers, hf_stream, and cp -r of a checkpoint with the same tensors.
 
-python integration_tests/benchmarks/save.py
+Besides: saving one whose weights are offloaded to disk, by transformers and hf_stream.
+
+    python integration_tests/benchmarks/save.py
 """
 
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from pathlib import Path
 
 import checkpoints
 import harness
 import models
-from harness import Case, Contender, Work
+import torch
+from harness import Case, Contender, Prepare, Work
 
 
 def with_transformers(source: Path, target: Path) -> Work:
@@ -38,6 +42,27 @@ def with_hf_stream(source: Path, target: Path) -> Work:
     return work
 
 
+def offloaded(streaming: bool) -> Prepare:
+    """Save a model whose weights are all on disk."""
+
+    def prepare(source: Path, target: Path) -> Work:
+        import hf_stream
+
+        folder = tempfile.TemporaryDirectory(dir=target.parent)
+        cls = models.class_of(source)
+        model = cls.from_pretrained(source, dtype=torch.bfloat16, device_map={"": "disk"}, offload_folder=folder.name)
+        save = hf_stream.save_pretrained if streaming else cls.save_pretrained
+
+        # The folder is removed with the work.
+        def work(_folder: object = folder) -> Path:
+            save(model, target, max_shard_size=checkpoints.MAX_SHARD_NBYTES)
+            return target
+
+        return work
+
+    return prepare
+
+
 def with_cp(source: Path, target: Path) -> Work:
     """Copy the files; memory is that of the process which waits for cp."""
 
@@ -53,10 +78,15 @@ CONTENDERS = {
     "hf_stream": Contender(with_hf_stream),
     "cp": Contender(with_cp),
 }
+OFFLOADED = {
+    "transformers": Contender(offloaded(streaming=False), "accelerate"),
+    "hf_stream": Contender(offloaded(streaming=True), "accelerate"),
+}
 PEERS = ["transformers", "cp"]
 CASES = {
     "experts": Case("Save Qwen3-MoE, splitting experts", "qwen3-moe", CONTENDERS, PEERS),
     "plain": Case("Save Llama, nothing to convert", "llama", CONTENDERS, PEERS),
+    "offloaded": Case("Save Qwen3-MoE, all on disk", "qwen3-moe", OFFLOADED, PEERS),
 }
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import hf_stream
 from hf_stream.integrations.transformers.recorded import Recording, recording
-from hf_stream.layouts import Layout, Rename
+from hf_stream.layouts import Drop, Layout, Rename
 
 SHARD = "12KB"
 RENAMED = Layout([Rename("model.{rest:*}", "inner.{rest}")])
@@ -49,10 +49,13 @@ class TestWhatIsSaved:
         assert "shared tensors" in assert_same_error(model, tmp_path)
 
     def test_a_state_dict_is_left_as_it_is(self, random_model, tmp_path):
-        state_dict = {name: tensor * 2 for name, tensor in random_model("llama").state_dict().items()}
+        model = fresh(random_model)
+        model._keys_to_ignore_on_save = ["model.norm.weight"]
+        state_dict = {name: tensor * 2 for name, tensor in model.state_dict().items()}
         before = dict(state_dict)
-        hf_stream.save_pretrained(random_model("llama"), tmp_path / "ours", state_dict=state_dict)
+        hf_stream.save_pretrained(model, tmp_path / "ours", state_dict=state_dict)
         assert list(state_dict) == list(before)
+        del before["model.norm.weight"]
         assert not hf_stream.verify(before, tmp_path / "ours")
 
     def test_a_state_dict_on_disk(self, random_model, saved, tmp_path):
@@ -216,3 +219,10 @@ def test_layouts_go_with_the_other_arguments(random_model, tmp_path, arguments, 
         for key, value in load_file(file).items()
     }
     assert not hf_stream.verify(expected, tmp_path / "ours" / name)
+
+
+def test_what_a_layout_leaves_is_spread_over_files_anew(random_model, tmp_path):
+    layout = Layout([Drop("model.layers.{rest:*}"), Drop("lm_head.weight")])
+    hf_stream.save_pretrained(random_model("llama"), tmp_path, layout=layout, max_shard_size="13KB")
+    assert [file.name for file in tmp_path.glob("*.safetensors*")] == ["model.safetensors"]
+    assert set(load_file(tmp_path / "model.safetensors")) == {"model.embed_tokens.weight", "model.norm.weight"}

@@ -168,14 +168,24 @@ class TestOffloaded:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("offload", [accelerate.cpu_offload, accelerate.disk_offload])
-    def test_models_that_accelerate_itself_has_offloaded(self, random_model, tmp_path, few_files, offload, dtype):
+    @pytest.mark.parametrize("whole", [[], ["LlamaDecoderLayer"]], ids=["modules", "layers"])
+    def test_models_that_accelerate_itself_has_offloaded(
+        self, random_model, tmp_path, few_files, offload, dtype, whole
+    ):
         model = fresh(random_model).to(dtype)
         model.save_pretrained(tmp_path / "expected", max_shard_size=SHARD)
         where = {"offload_dir": tmp_path / "offloaded"} if offload is accelerate.disk_offload else {}
-        offload(model, execution_device=torch.device("cpu"), **where)
+        offload(model, execution_device=torch.device("cpu"), preload_module_classes=whole, **where)
         assert all(parameter.is_meta for parameter in model.parameters())
         hf_stream.save_pretrained(model, tmp_path / "ours", max_shard_size=SHARD)
         assert contents(tmp_path / "ours") == contents(tmp_path / "expected")
+
+    @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+    def test_weights_on_disk_in_another_dtype_than_the_model_s(self, saved, tmp_path):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            saved("llama"), dtype=torch.bfloat16, device_map=PLACES, offload_folder=tmp_path / "offloaded"
+        )
+        assert b"F32" not in assert_same_files(model, tmp_path)["model.safetensors"]
 
     @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
     def test_onto_the_files_that_hold_the_weights(self, saved, tmp_path):
@@ -223,6 +233,19 @@ class TestQuantized:
         with pytest.raises(hf_stream.LayoutError, match="a quantized model"):
             hf_stream.save_pretrained(model, tmp_path / "refused", layout=RENAMED)
         assert not (tmp_path / "refused").exists()
+
+    def test_conversions_of_a_quantizer_get_real_tensors(self, saved, tmp_path, monkeypatch):
+        config = transformers.TorchAoConfig(Int8WeightOnlyConfig())
+        model = transformers.AutoModelForCausalLM.from_pretrained(saved("llama"), quantization_config=config)
+        kinds = set()
+
+        def revert(model, state_dict):
+            kinds.update(map(type, state_dict.values()))
+            return state_dict
+
+        monkeypatch.setattr(transformers.modeling_utils, "revert_weight_conversion", revert)
+        hf_stream.save_pretrained(model, tmp_path / "ours")
+        assert kinds == {torch.Tensor}
 
     def test_what_cannot_be_saved_is_refused_by_transformers(self, saved, tmp_path, monkeypatch):
         config = transformers.TorchAoConfig(Int8WeightOnlyConfig())

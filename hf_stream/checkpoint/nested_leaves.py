@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,7 +30,6 @@ _SCALARS: dict[str, type[np.generic]] = {
 }
 # What a safetensors file and torch can hold as well.
 _ARRAYS = frozenset(np.dtype(kind) for name, kind in _SCALARS.items() if name != "complex128")
-_MAX_NUMEL = 2**63 - 1
 
 
 class LeafWriter:
@@ -39,13 +37,12 @@ class LeafWriter:
 
     def __init__(self) -> None:
         self._leaves: list[tuple[dict[str, Any], str, TensorRef, torch.Tensor]] = []
+        self._plain: dict[int, torch.Tensor] = {}  # what is written for a leaf that is in several places
 
     def __call__(self, value: object, keys: Keys) -> dict[str, Any] | None:
         """The node of a leaf, or None for what is none; for `encode_structure`."""
-        if isinstance(value, torch.Tensor):
-            return self._add(TENSOR, value, keys)
-        if type(value) is np.ndarray:
-            return self._add(ARRAY, _as_tensor(value, keys), keys)
+        if isinstance(value, torch.Tensor) or type(value) is np.ndarray:
+            return self._add(path_of(keys), value)
         if type(value) in _SCALARS.values():
             assert isinstance(value, np.generic)
             return {"numpy": [value.dtype.name, value.tobytes().hex()]}
@@ -67,14 +64,16 @@ class LeafWriter:
                 tensors[name] = tensor
         return tensors
 
-    def _add(self, tag: str, tensor: torch.Tensor, keys: Keys) -> dict[str, Any]:
-        name = path_of(keys)
-        _check_plain(name, tensor)
-        ref = TensorRef(name, None, isinstance(tensor, torch.nn.Parameter), tensor.requires_grad)
-        if not isinstance(tensor, LazyTensor):
-            tensor = tensor.detach().resolve_conj().resolve_neg()
+    def _add(self, name: str, value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
+        plain = self._plain.get(id(value))
+        if plain is None:
+            plain = _array_tensor(name, value) if isinstance(value, np.ndarray) else _plain_tensor(name, value)
+            self._plain[id(value)] = plain
+        tag, ref = ARRAY, TensorRef(name)
+        if isinstance(value, torch.Tensor):
+            tag, ref = TENSOR, TensorRef(name, None, isinstance(value, torch.nn.Parameter), value.requires_grad)
         node: dict[str, Any] = {}
-        self._leaves.append((node, tag, ref, tensor))
+        self._leaves.append((node, tag, ref, plain))
         return node
 
 
@@ -123,7 +122,7 @@ class LeafReader:
             tensor = self._tensors[ref.name]
             if ref.view is not None:
                 tensor = _view(tensor, ref.view)
-            self._leaves[key] = self._tensor(tensor, ref) if tag == TENSOR else self._array(tensor)
+            self._leaves[key] = self._tensor(tensor, ref) if tag == TENSOR else self._as_array(tensor)
         return self._leaves[key]
 
     def _tensor(self, tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
@@ -133,33 +132,32 @@ class LeafReader:
             return tensor.detach().requires_grad_()
         return tensor
 
-    def _array(self, tensor: torch.Tensor) -> object:
-        array = self._as_array(tensor)
-        if array.dtype not in _ARRAYS:
-            raise FormatError(f"a numpy array of {tensor.dtype}")
-        return array
 
+def _plain_tensor(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without what cannot come back: a graph, and laziness about signs.
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what is more than its elements: they alone would come back."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter, LazyTensor):
-        if tensor.is_nested or tensor.is_quantized:
-            kind = "nested" if tensor.is_nested else "quantized"
-            raise CheckpointError(f"'{name}' is a {kind} tensor, which no safetensors file holds; make it a plain one")
-        if not isinstance(tensor, LazyTensor):
-            check_has_data(name, tensor)
-        return
+    Raises:
+        CheckpointError: It is more than its elements.
+    """
+    if isinstance(tensor, LazyTensor):
+        return tensor
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        check_has_data(name, tensor)
+        raise CheckpointError(
+            f"'{name}' is a {type(tensor).__name__}, whose type would be lost; save a plain tensor in its place, "
+            "such as .as_subclass(torch.Tensor)"
+        )
+    if tensor.is_nested or tensor.is_quantized:
+        kind = "nested" if tensor.is_nested else "quantized"
+        raise CheckpointError(f"'{name}' is a {kind} tensor, which no safetensors file holds; make it a plain one")
     check_has_data(name, tensor)
-    raise CheckpointError(
-        f"'{name}' is a {type(tensor).__name__}, whose type would be lost; save a plain tensor in its place, "
-        "such as .as_subclass(torch.Tensor)"
-    )
+    return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _as_tensor(array: np.ndarray[Any, Any], keys: Keys) -> torch.Tensor:
+def _array_tensor(name: str, array: np.ndarray[Any, Any]) -> torch.Tensor:
     if array.dtype not in _ARRAYS or not array.dtype.isnative:
         raise FormatError(
-            f"'{path_of(keys)}' is a numpy array of {array.dtype.str!r}, which no safetensors file holds. "
+            f"'{name}' is a numpy array of {array.dtype.str!r}, which no safetensors file holds. "
             f"Cast it to one of {', '.join(sorted(map(str, _ARRAYS)))}."
         )
     if not array.flags.writeable or any(step < 0 for step in array.strides):
@@ -168,7 +166,7 @@ def _as_tensor(array: np.ndarray[Any, Any], keys: Keys) -> torch.Tensor:
 
 
 def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
-    if view.end > tensor.numel() or math.prod(view.size) > _MAX_NUMEL:
+    if view.end > tensor.numel():
         raise FormatError(f"a view of element {view.end - 1} of a tensor of {tensor.numel()}")
     return tensor.as_strided(view.size, view.stride, tensor.storage_offset() + view.offset)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nestings import assert_same, states
 from safetensors import safe_open
@@ -50,7 +50,7 @@ def real(lazy: LazyTensor) -> torch.Tensor:
     return lazy.materialize().requires_grad_(lazy.requires_grad)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(state=states, single=st.booleans(), limit=st.integers(1, 60))
 def test_every_state_comes_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, state, single, limit) -> None:
     top = tmp_path_factory.mktemp("nested")
@@ -124,11 +124,11 @@ def test_tied_tensors_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     p = torch.nn.Parameter(torch.randn(2))
     array = np.arange(6.0)
     state = {
+        "turned": w.T,
         "first": w,
         "again": [w, w.detach()],
         "row": w[1],
         "columns": (w[:, :2], w[:, 2:]),
-        "turned": w.T,
         "wide": w[0, :1].expand(5),
         "p": p,
         "p.data": p.detach(),
@@ -154,6 +154,27 @@ def test_tied_tensors_are_written_once_and_stay_tied(tmp_path: Path) -> None:
         assert (loaded["part"] == 9).all()
         # An array that is opened has its own mapping of the file.
         assert (loaded["tensor"] == 9).all() == (path.name == "s.safetensors")
+
+
+def test_conjugates_and_negatives_are_values_of_their_own(tmp_path: Path) -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    state = {"z": z, "conj": z.conj(), "neg": torch._neg_view(z)}
+    hf_stream.save_nested(state, tmp_path / "s.safetensors")
+    loaded = hf_stream.load_nested(tmp_path / "s.safetensors")
+    assert all(torch.equal(loaded[name], tensor.resolve_conj().resolve_neg()) for name, tensor in state.items())
+
+
+def test_empty_tensors_and_read_only_arrays(tmp_path: Path) -> None:
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    empty = torch.empty(0, 2)
+    state = {"a": empty, "b": torch.empty(0, 2), "c": empty, "fixed": [fixed, fixed]}
+    hf_stream.save_nested(state, tmp_path / "s.safetensors")
+    loaded = hf_stream.load_nested(tmp_path / "s.safetensors")
+    assert_same(loaded, state)
+    assert loaded["a"] is loaded["c"]
+    assert loaded["fixed"][0] is loaded["fixed"][1]
+    assert loaded["a"] is not loaded["b"]
 
 
 def test_neighbours_in_one_storage_are_tensors_of_their_own(tmp_path: Path) -> None:
@@ -266,6 +287,12 @@ def test_a_file_without_structure_is_none_of_ours(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
         hf_stream.load_nested(tmp_path / "empty")
+
+
+def test_an_index_of_no_files_is_no_state(tmp_path: Path) -> None:
+    (tmp_path / "state.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match="has tensors but no structure"):
+        hf_stream.load_nested(tmp_path)
 
 
 def test_shards_of_two_states_are_no_state(tmp_path: Path) -> None:
@@ -434,6 +461,13 @@ def test_tensors_go_where_they_are_wanted_and_arrays_stay(tmp_path: Path) -> Non
     loaded = hf_stream.load_nested(tmp_path / "s.safetensors", "meta")
     assert loaded["w"].device.type == "meta"
     assert_same(loaded["n"], np.ones(2))
+
+
+def test_other_files_beside_the_one_stay(tmp_path: Path) -> None:
+    for name in ("s-00001-of-00002.safetensors", "s.safetensors.index.json"):
+        (tmp_path / name).write_bytes(b"kept")
+    hf_stream.save_nested([1], tmp_path / "s.safetensors")
+    assert files_of(tmp_path).keys() == {"s-00001-of-00002.safetensors", "s.safetensors.index.json", "s.safetensors"}
 
 
 def test_names_of_files_with_braces(tmp_path: Path) -> None:

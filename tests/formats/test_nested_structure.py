@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, defaultdict, namedtuple
 from enum import IntEnum
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nestings import assert_same, containers, keys, plain
 
@@ -33,7 +33,7 @@ def there_and_back(state: object) -> object:
     return decode_structure(parse_json(dump_structure(encode_structure(state, nothing))), unknown)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(containers(plain, max_leaves=20))
 def test_every_nesting_comes_back_as_it_was(state) -> None:
     text = dump_structure(encode_structure(state, nothing))
@@ -58,7 +58,7 @@ def test_numbers_of_thousands_of_digits() -> None:
     assert there_and_back([10**5000, {-(10**5000): 1}]) == [10**5000, {-(10**5000): 1}]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(keys, min_size=2, max_size=8, unique=True))
 def test_keys_of_one_dict_have_paths_of_their_own(some) -> None:
     paths = [path_of(["top", key]) for key in some]
@@ -196,7 +196,7 @@ def test_what_is_no_structure_is_a_format_error(text: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(containers(plain), st.data())
 def test_a_damaged_text_is_a_format_error_or_a_nesting(state, data) -> None:
     text = dump_structure(encode_structure([state], nothing))
@@ -210,7 +210,7 @@ def test_a_damaged_text_is_a_format_error_or_a_nesting(state, data) -> None:
     assert_same(there_and_back(found), found)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.recursive(
         st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),

@@ -13,6 +13,7 @@ from typing import Any
 
 import hf_stream
 from hf_stream import errors, layouts
+from hf_stream.integrations import peft
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 INTRODUCTION = """\
@@ -22,7 +23,15 @@ Generated from docstrings by `scripts/reference.py`; do not edit. Start with the
 [how it works](how-it-works.md) if you are new. Sizes are in bytes; `buffer_size` is 64 MiB by default.
 """
 SECTIONS = {
-    "Models of transformers": ["from_pretrained", "save_pretrained", "StreamingMixin"],
+    "Models of transformers": [
+        "from_pretrained",
+        "save_pretrained",
+        "enable",
+        "disable",
+        "streaming",
+        "StreamingMixin",
+        "StreamingCheckpointCallback",
+    ],
     "Checkpoints": [
         "open_checkpoint",
         "Checkpoint",
@@ -60,6 +69,9 @@ def page() -> str:
         lines.append(f"## {section}\n")
         for name in names:
             lines += _entry(f"hf_stream.{name}", getattr(hf_stream, name))
+    lines.append("## PEFT\n")
+    for name in peft.__all__:
+        lines += _entry(f"hf_stream.integrations.peft.{name}", getattr(peft, name))
     lines.append("## Rules and ready-made layouts\n")
     for name in layouts.__all__:
         if name not in hf_stream.__all__:

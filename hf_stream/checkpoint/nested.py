@@ -186,7 +186,7 @@ def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, Any]:
         # Other checkpoints, a model's, may be beside it.
         source = next((source / name for name in (_FILE, _INDEX) if (source / name).exists()), source)
     checkpoint = open_checkpoint(source)
-    texts = {header.metadata.get(STRUCTURE) for header in checkpoint.headers.values()} or {None}
+    texts = {file.metadata.get(STRUCTURE) for file in checkpoint.files.values()} or {None}
     if len(texts) > 1:
         raise CheckpointError(f"'{path}': the files belong to different states; get all of them again")
     text = texts.pop()

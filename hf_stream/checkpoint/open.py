@@ -8,57 +8,81 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from hf_stream.checkpoint.parts import find_parts, is_pattern, part_names
 from hf_stream.checkpoint.staging import check_settled
-from hf_stream.errors import CheckpointError, FormatError
-from hf_stream.formats import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, Header, header_nbytes, parse_header, read_index
+from hf_stream.checkpoint.torch_state import Key
+from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX as _SUFFIX
+from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES, SafetensorsFile, TensorFacts, WeightFile, open_weight_file
+from hf_stream.errors import CheckpointError
+from hf_stream.formats import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, Header, read_index
 from hf_stream.lazy import LazyTensor
 from hf_stream.storage.file import FileStorage
 
 logger = logging.getLogger(__name__)
 
-_SUFFIX = ".safetensors"
 # With or without a variant: model.safetensors.index.json, model.safetensors.index.fp16.json
 _INDEX = re.compile(r"[^.].*\.safetensors\.index(\..+)?\.json")
+_BIN_WEIGHTS = "pytorch_model.bin"
+_BIN_INDEX = re.compile(r"[^.].*\.bin\.index(\..+)?\.json")
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
-    """The tensors of one or more safetensors files, by name, in the order of the files and of their bytes.
+    """The tensors of one or more files, by name, in the order of the files and of the tensors in them.
 
     Only headers are read. The files stay open, so replacing or deleting them later does no harm; a tensor read twice
     is the same object twice.
 
+    Args:
+        path: What errors call the checkpoint.
+        files: Places by file name.
+        weight_map: Which file counts for a name that several have.
+        key: Of the tensors in files of torch.save.
+        verify: Whether to compare files of torch.save with their checksums.
+        in_parts: Whether tensors of one name in several files are parts of one.
+
     Attributes:
         path: What was opened.
         metadata: The `__metadata__` of the files (of the first file that has an entry, where they differ).
-        headers: Each file's header, by file name.
+        files: The open files, by name.
     """
 
-    def __init__(self, path: Path, files: Mapping[str, Path], weight_map: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        files: Mapping[str, Path],
+        weight_map: Mapping[str, str] | None = None,
+        *,
+        key: Key | None = None,
+        verify: bool = False,
+        in_parts: bool = False,
+    ) -> None:
         self.path = path
         self.metadata: dict[str, str] = {}
-        self.headers: dict[str, Header] = {}
-        self._storages: dict[str, FileStorage] = {}
-        self._file_of: dict[str, str] = {}
+        self.files: dict[str, WeightFile] = {}
+        # The file of each tensor, and its name there.
+        self._places: dict[str, tuple[str, str]] = {}
         self._lazies: dict[str, LazyTensor] = {}
         for file, location in files.items():
-            self._add(file, location, weight_map or {})
+            if not location.is_file():
+                fact = "is not a regular file" if location.exists() else "does not exist"
+                raise CheckpointError(f"'{location}' {fact}; pass weight files, or a directory that holds them")
+            self.files[file] = open_weight_file(location, key=key, verify=verify)
+            self.metadata = {**self.files[file].metadata, **self.metadata}
+        if in_parts:
+            for file, names in zip(files, part_names([file.names for file in self.files.values()]), strict=True):
+                self._places |= {name: (file, inner) for name, inner in names.items()}
+        else:
+            for file in files:
+                self._add(file, weight_map or {})
         for file, location in files.items():
             self._check_in_place(file, location)
 
-    def _add(self, file: str, location: Path, weight_map: Mapping[str, str]) -> None:
-        if not location.is_file():
-            fact = "is not a regular file" if location.exists() else "does not exist"
-            raise CheckpointError(f"'{location}' {fact}; pass safetensors files, or a directory that holds them")
-        storage = FileStorage(location)
-        header = _header(storage)
-        self._storages[file] = storage
-        self.headers[file] = header
-        self.metadata = {**header.metadata, **self.metadata}
-        for name in header.tensors:
+    def _add(self, file: str, weight_map: Mapping[str, str]) -> None:
+        for name in self.files[file].names:
             if weight_map.get(name, file) != file:
                 continue
-            other = self._file_of.setdefault(name, file)
+            other, _ = self._places.setdefault(name, (file, name))
             if other != file:
                 raise CheckpointError(
                     f"'{name}' is in two files of '{self.path}': '{other}' and '{file}'; "
@@ -68,7 +92,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def _check_in_place(self, file: str, location: Path) -> None:
         """Refuse old files beside new ones: some were opened before somebody replaced the checkpoint, some after."""
         try:
-            there = os.path.samestat(os.stat(location), os.fstat(self._storages[file].fileno()))
+            there = os.path.samestat(os.stat(location), os.fstat(self.files[file].storage.fileno()))
         except FileNotFoundError:
             there = False
         if not there:
@@ -77,110 +101,145 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __getitem__(self, name: str) -> LazyTensor:
         lazy = self._lazies.get(name)
         if lazy is None:
-            file = self._file_of[name]
-            info = self.headers[file].tensors[name]
-            try:
-                dtype, shape = info.torch_dtype, info.torch_shape
-            except FormatError as error:
-                raise FormatError(f"'{name}' in '{self._storages[file].name}': {error}") from None
-            lazy = LazyTensor.from_storage(self._storages[file], dtype, shape, info.start)
-            lazy = self._lazies.setdefault(name, lazy)
+            file, inner = self._places[name]
+            lazy = self._lazies.setdefault(name, self.files[file].lazy(inner))
         return lazy
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._places)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file_of
+        return name in self._places
 
     def __repr__(self) -> str:
-        return f"Checkpoint('{self.path}', tensors={len(self)}, files={len(self.headers)}, nbytes={self.nbytes})"
+        return f"Checkpoint('{self.path}', tensors={len(self)}, files={len(self.files)}, nbytes={self.nbytes})"
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(self.headers[file].tensors[name].nbytes for name, file in self._file_of.items())
+        return sum(self.facts(name).nbytes for name in self)
 
     def file_of(self, name: str) -> str:
         """The name of the file that holds the tensor."""
-        return self._file_of[name]
+        return self._places[name][0]
+
+    def facts(self, name: str) -> TensorFacts:
+        """Type, shape and size of a tensor, also of one that torch has no type for."""
+        file, inner = self._places[name]
+        return self.files[file].facts(inner)
 
     @property
     def storages(self) -> Mapping[str, FileStorage]:
-        """The open files, by file name."""
-        return self._storages
+        """The open files' bytes, by file name."""
+        return {name: file.storage for name, file in self.files.items()}
+
+    @property
+    def headers(self) -> Mapping[str, Header]:
+        """The headers of the safetensors files, by file name."""
+        return {name: file.header for name, file in self.files.items() if isinstance(file, SafetensorsFile)}
 
 
-def open_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(source: str | os.PathLike[str], *, key: Key | None = None, verify: bool = False) -> Checkpoint:
     """Open a checkpoint; reads headers and nothing else.
 
     Args:
-        source: A safetensors file, an index file, or a directory: with `model.safetensors`, else with an index, else
-            all its safetensors files together.
+        source: One of
+            - a safetensors file, or a file of torch.save (.pt, .bin, .pth, .ckpt),
+            - an index file,
+            - a pattern such as "reshard-model_part-*.pt": the files that it finds, ordered by the numbers in their
+              paths. If files have names in common, every tensor is called "{name}.part_{i}", i counting from 0;
+            - a directory: with `model.safetensors`, else an index of safetensors files, else `pytorch_model.bin`, else
+              an index of such files, else all its safetensors files together.
+        key: Where in a file of torch.save the tensors are: "model" for `{"model": {...}, "args": {...}}`, "ema/model"
+            or a sequence of keys further down, "" for the top. Not needed where only one dict has tensors.
+        verify: Whether to read files of torch.save once and compare them with their checksums; others have none.
 
     Returns:
         A mapping of names to LazyTensors: `checkpoint["lm_head.weight"][:8].materialize()` reads eight rows.
 
     Raises:
-        FormatError: A header or the index is not what its format says.
+        FormatError: A header, a pickle or the index is not what its format says, or wants to run code.
         CheckpointError: There is nothing to open, a shard is missing, a shard lacks a tensor that the index says it
-            has, two files hold one name, or the files are being replaced.
+            has, two files hold one name, the key is missing or wrong, or the files are being replaced.
     """
     try:
-        return _open(Path(source))
+        return _open(Path(source), key, verify)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"'{os.fspath(source)}': '{error.filename}' went away while it was being opened; open it again"
         ) from error
 
 
-def _open(path: Path) -> Checkpoint:
+def _open(path: Path, key: Key | None, verify: bool) -> Checkpoint:
     if path.is_dir():
         check_settled(path)
-        return _open_directory(path)
+        return _open_directory(path, key, verify)
     if not path.exists():
-        raise CheckpointError(f"'{path}' does not exist; pass a directory, a {_SUFFIX} file or an index file")
-    if _INDEX.fullmatch(path.name):
+        if is_pattern(str(path)):
+            return _open_parts(path, key, verify)
+        raise CheckpointError(f"'{path}' does not exist; pass a directory, a weight file, an index file or a pattern")
+    if _INDEX.fullmatch(path.name) or _BIN_INDEX.fullmatch(path.name):
         check_settled(path.parent)
-        return _open_index(path, path)
-    if path.suffix == _SUFFIX:
-        return Checkpoint(path, {path.name: path})
+        return _open_index(path, path, key, verify)
+    if path.suffix == _SUFFIX or path.suffix in TORCH_SUFFIXES:
+        return Checkpoint(path, {path.name: path}, key=key, verify=verify)
     raise CheckpointError(
-        f"'{path}' is neither a directory nor a {_SUFFIX} file nor an index; pass one of these, or convert it first"
+        f"'{path}' is neither a directory nor a weight file ({', '.join((_SUFFIX, *TORCH_SUFFIXES))}) nor an index; "
+        "pass one of these, or convert it first"
     )
 
 
-def open_files(path: str | os.PathLike[str], files: Iterable[str | os.PathLike[str]]) -> Checkpoint:
-    """Open just these safetensors files as one checkpoint, called `path` in errors."""
+def open_files(
+    path: str | os.PathLike[str], files: Iterable[str | os.PathLike[str]], *, key: Key | None = None
+) -> Checkpoint:
+    """Open just these weight files as one checkpoint, called `path` in errors."""
+    return Checkpoint(Path(path), _places(files), key=key)
+
+
+def _places(files: Iterable[str | os.PathLike[str]]) -> dict[str, Path]:
+    """Places by their names below the folder that they have in common."""
     places = [Path(os.path.abspath(file)) for file in files]
     top = os.path.commonpath([place.parent for place in places]) if places else ""
-    return Checkpoint(Path(path), {os.path.relpath(place, top): place for place in places})
+    return {os.path.relpath(place, top): place for place in places}
 
 
-def _open_directory(path: Path) -> Checkpoint:
-    single = path / SAFE_WEIGHTS
-    if single.exists():
-        return Checkpoint(path, {single.name: single})
+def _open_parts(pattern: Path, key: Key | None, verify: bool) -> Checkpoint:
+    files = find_parts(str(pattern))
+    for folder in {os.path.dirname(file) for file in files}:
+        check_settled(Path(folder))
+    return Checkpoint(pattern, _places(files), key=key, verify=verify, in_parts=True)
+
+
+def _open_directory(path: Path, key: Key | None, verify: bool) -> Checkpoint:
     names = sorted(name for name in os.listdir(path) if not name.startswith("."))
-    indices = [name for name in names if _INDEX.fullmatch(name)]
-    if SAFE_WEIGHTS_INDEX in indices:
-        indices = [SAFE_WEIGHTS_INDEX]
-    if len(indices) == 1:
-        return _open_index(path, path / indices[0])
-    if indices:
-        listed = ", ".join(f"'{name}'" for name in indices)
-        raise CheckpointError(f"'{path}' has {len(indices)} index files ({listed}); pass the path of one of them")
+    for single, family, standard in (
+        (SAFE_WEIGHTS, _INDEX, SAFE_WEIGHTS_INDEX),
+        (_BIN_WEIGHTS, _BIN_INDEX, _BIN_WEIGHTS + ".index.json"),
+    ):
+        if single in names:
+            return Checkpoint(path, {single: path / single}, key=key, verify=verify)
+        indices = [name for name in names if family.fullmatch(name)]
+        if standard in indices:
+            indices = [standard]
+        if len(indices) == 1:
+            return _open_index(path, path / indices[0], key, verify)
+        if indices:
+            listed = ", ".join(f"'{name}'" for name in indices)
+            raise CheckpointError(f"'{path}' has {len(indices)} index files ({listed}); pass the path of one of them")
     files = [name for name in names if name.endswith(_SUFFIX)]
     if not files:
-        raise CheckpointError(f"'{path}' holds no {_SUFFIX} file and no index; pass the directory of a checkpoint")
+        raise CheckpointError(
+            f"'{path}' holds no {_SUFFIX} file, no {_BIN_WEIGHTS} and no index; pass the directory of a checkpoint, or "
+            "the path of a file"
+        )
     _check_family(path, files)
-    return Checkpoint(path, {name: path / name for name in files})
+    return Checkpoint(path, {name: path / name for name in files}, key=key)
 
 
-def _open_index(path: Path, index: Path) -> Checkpoint:
+def _open_index(path: Path, index: Path, key: Key | None, verify: bool) -> Checkpoint:
     before = os.stat(index)
     weight_map = read_index(index).weight_map
     files = sorted(set(weight_map.values()))
@@ -191,7 +250,8 @@ def _open_index(path: Path, index: Path) -> Checkpoint:
             f"'{index}' names {len(files)} files, {len(missing)} of them are missing: {listed}; "
             "download or copy them, the checkpoint is not whole"
         )
-    checkpoint = Checkpoint(path, {file: index.parent / file for file in files}, weight_map)
+    places = {file: index.parent / file for file in files}
+    checkpoint = Checkpoint(path, places, weight_map, key=key, verify=verify)
     lacking = [name for name in weight_map if name not in checkpoint]
     if lacking:
         raise CheckpointError(
@@ -231,11 +291,3 @@ def _check_family(path: Path, files: list[str]) -> None:
                 f"'{path}' has {len(numbers)} of the {count} shards of '{stem}', number {lost} is missing; "
                 "download or copy it, the checkpoint is not whole"
             )
-
-
-def _header(storage: FileStorage) -> Header:
-    prefix = memoryview(bytearray(min(8, storage.nbytes)))
-    storage.read_into(prefix, 0)
-    whole = memoryview(bytearray(header_nbytes(prefix, storage.nbytes, storage.name)))
-    storage.read_into(whole, 0)
-    return parse_header(whole, storage.nbytes, storage.name)

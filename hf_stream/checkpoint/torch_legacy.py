@@ -39,8 +39,8 @@ def read_legacy(storage: FileStorage) -> tuple[Any, Places]:
     with mmap.mmap(storage.fileno(), 0, access=mmap.ACCESS_READ) as data:
         state, used = _check(data, name)
     logger.warning(
-        "'%s' is of the format that torch.save had before 1.6, which is loaded as a whole and takes %d bytes of memory; "
-        "save it again with a newer torch",
+        "'%s' is of the format that torch.save had before 1.6, which is loaded as a whole: it takes %d bytes of "
+        "memory; save it again with a newer torch",
         name,
         storage.nbytes,
     )

@@ -34,33 +34,33 @@ def inspect(source: str, as_json: bool) -> None:
 
 
 def _as_text(checkpoint: Checkpoint) -> str:
+    facts = {name: checkpoint.facts(name) for name in checkpoint}
     rows = [
-        (name, info.dtype, str(list(info.shape)), size(info.nbytes), file)
-        for file, header in checkpoint.headers.items()
-        for name, info in header.tensors.items()
+        (name, fact.dtype, str(list(fact.shape)), size(fact.nbytes), checkpoint.file_of(name))
+        for name, fact in facts.items()
     ]
-    elements = sum(math.prod(info.shape) for header in checkpoint.headers.values() for info in header.tensors.values())
+    elements = sum(math.prod(fact.shape) for fact in facts.values())
     total = (
-        f"{count(len(rows), 'tensor')} in {count(len(checkpoint.headers), 'file')}: "
+        f"{count(len(rows), 'tensor')} in {count(len(checkpoint.files), 'file')}: "
         f"{count(elements, 'element')}, {size(checkpoint.nbytes)}"
     )
     return table(("name", "dtype", "shape", "bytes", "file"), rows, right=("bytes",)) + "\n" + total
 
 
 def _as_json(checkpoint: Checkpoint) -> str:
-    headers = checkpoint.headers.items()
+    tensors = [(name, checkpoint.facts(name), checkpoint.file_of(name)) for name in checkpoint]
     return json.dumps(
         {
             "path": str(checkpoint.path),
             "nbytes": checkpoint.nbytes,
             "metadata": checkpoint.metadata,
             "files": [
-                {"file": file, "nbytes": header.nbytes, "tensors": len(header.tensors)} for file, header in headers
+                {"file": name, "nbytes": file.storage.nbytes, "tensors": len(file.names)}
+                for name, file in checkpoint.files.items()
             ],
             "tensors": [
-                {"name": name, "dtype": info.dtype, "shape": info.shape, "nbytes": info.nbytes, "file": file}
-                for file, header in headers
-                for name, info in header.tensors.items()
+                {"name": name, "dtype": fact.dtype, "shape": fact.shape, "nbytes": fact.nbytes, "file": file}
+                for name, fact, file in tensors
             ],
         },
         indent=2,

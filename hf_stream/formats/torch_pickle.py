@@ -97,7 +97,9 @@ class TorchPickle:
 
     def storage(self, identity: Any) -> StorageRecord:
         """What a persistent id stands for; `FormatError` if it is not that of a storage."""
-        fields = identity if type(identity) is tuple and len(identity) == self._nfields else (None,) * self._nfields
+        fields: Any = (
+            identity if type(identity) is tuple and len(identity) == self._nfields else (None,) * self._nfields
+        )
         tag, kind, key, device, numel, *whole = fields
         if tag != "storage" or type(kind) is not _StorageKind or type(key) is not str or type(device) is not str:
             raise FormatError("a reference to something else than a storage")
@@ -106,7 +108,7 @@ class TorchPickle:
         if not _is_whole(numel) or not _DEVICE.fullmatch(device):
             raise FormatError(f"storage {brief(key)} of {brief(numel)} elements on device {brief(device)}")
         dtype: torch.dtype | None = kind.dtype
-        record = StorageRecord(key, dtype, numel * (1 if dtype is None else dtype.itemsize))
+        record = StorageRecord(key, dtype, numel * (dtype or torch.uint8).itemsize)
         if self.storages.setdefault(key, record) != record:
             raise FormatError(f"storage {brief(key)} is named twice, with different types or sizes")
         return record

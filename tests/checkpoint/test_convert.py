@@ -306,7 +306,7 @@ def test_only_the_bytes_that_are_kept_are_read(tmp_path: Path, monkeypatch: pyte
     tensors = {f"t{n}": torch.randn(64, 64) for n in range(20)}
     save_file(tensors, tmp_path / "a.safetensors")
     with monkeypatch.context() as patch:
-        patch.setattr("hf_stream.checkpoint.open.FileStorage", counting_file)
+        patch.setattr("hf_stream.checkpoint.weight_files.FileStorage", counting_file)
         checkpoint = open_checkpoint(tmp_path / "a.safetensors")
     (storage,) = checkpoint.storages.values()
     opened = int(storage.read_counts.sum())

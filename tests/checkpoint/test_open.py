@@ -145,7 +145,7 @@ def test_an_index_cannot_point_outside(tmp_path: Path, escape: str) -> None:
     [
         ("nowhere", "does not exist"),
         ("empty", "holds no .safetensors file"),
-        ("file.bin", "neither a directory nor"),
+        ("file.npz", "neither a directory nor"),
         ("folder.safetensors", "holds no .safetensors file"),
         ("pipe.safetensors", "is not a regular file"),
         ("holds a folder", "is not a regular file"),
@@ -156,7 +156,7 @@ def test_an_index_cannot_point_outside(tmp_path: Path, escape: str) -> None:
 def test_what_is_no_checkpoint(tmp_path: Path, source: str, fact: str) -> None:
     for folder in ("empty", "folder.safetensors", "holds a folder/model.safetensors", "holds a pipe", "two"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "file.bin").write_bytes(b"")
+    (tmp_path / "file.npz").write_bytes(b"")
     for name in ("x", "y"):
         (tmp_path / "two" / f"{name}.safetensors.index.json").write_text("{}")
     os.mkfifo(tmp_path / "pipe.safetensors")
@@ -195,7 +195,7 @@ def test_a_checkpoint_replaced_while_it_is_opened_is_not_a_mixture(
     old = _sharded(tmp_path)
     new = {name: tensor.neg() for name, tensor in old.items()}
     calls = 0
-    parse = hf_stream.checkpoint.open.parse_header
+    parse = hf_stream.checkpoint.weight_files.parse_header
 
     def parse_and_replace(*args):
         nonlocal calls
@@ -204,7 +204,7 @@ def test_a_checkpoint_replaced_while_it_is_opened_is_not_a_mixture(
         calls += 1
         return parse(*args)
 
-    monkeypatch.setattr(hf_stream.checkpoint.open, "parse_header", parse_and_replace)
+    monkeypatch.setattr(hf_stream.checkpoint.weight_files, "parse_header", parse_and_replace)
     if after == 3:
         assert not hf_stream.verify(open_checkpoint(tmp_path), old)
     else:
@@ -245,7 +245,7 @@ def test_an_old_index_does_not_go_with_new_shards(tmp_path: Path, monkeypatch: p
 
 def test_opening_reads_headers_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counting_file) -> None:
     hf_stream.save_checkpoint({name: torch.ones(1000) for name in "abc"}, tmp_path, max_shard_size=4000)
-    monkeypatch.setattr("hf_stream.checkpoint.open.FileStorage", counting_file)
+    monkeypatch.setattr("hf_stream.checkpoint.weight_files.FileStorage", counting_file)
     checkpoint = open_checkpoint(tmp_path)
     assert len(checkpoint.storages) == 3
     hf_stream.plan_conversion(checkpoint, dtype=torch.float16).fingerprint()

@@ -308,7 +308,7 @@ def test_a_state_dict_of_real_tensors_is_shared_not_copied_as_in_transformers(ra
 def test_every_byte_of_what_is_kept_is_read_once_and_of_what_is_dropped_never(saved, counting_file, monkeypatch, name):
     opened = []
     counted = lambda path: opened.append(counting_file(path)) or opened[-1]  # noqa: E731
-    monkeypatch.setattr("hf_stream.checkpoint.open.FileStorage", counted)
+    monkeypatch.setattr("hf_stream.checkpoint.weight_files.FileStorage", counted)
     layout = Layout([Drop("{model:*}.layers.1.{rest:+}")]) if name != "gpt2" else None
     # A cast of everything: nothing is left as a mapping of the file, whose reads nobody could count.
     hf_stream.from_pretrained(transformers.AutoModelForCausalLM, saved(name, True), layout=layout, dtype=torch.float64)

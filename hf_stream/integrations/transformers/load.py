@@ -21,6 +21,7 @@ from transformers.modeling_utils import _is_on_hf_mount, load_state_dict
 from transformers.utils.quantization_config import QuantizationMethod
 
 from hf_stream.checkpoint import AnyLayout, apply_layout, open_files
+from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import LayoutError, LazyTensorError
@@ -172,9 +173,9 @@ def _open(
     if state_dict is not None:
         return {name: _lazy(tensor) for name, tensor in state_dict.items()}
     files = checkpoint_files or []
-    if files and all(file.endswith(".safetensors") for file in files):
+    if files and all(file.endswith((".safetensors", *TORCH_SUFFIXES)) for file in files):
         # One by one: of a name in two files, transformers takes the last.
-        opened = (open_files(load_config.pretrained_model_name_or_path or file, [file]) for file in files)
+        opened = (open_files(load_config.pretrained_model_name_or_path or file, [file], key="") for file in files)
         return {name: tensor for checkpoint in opened for name, tensor in checkpoint.items()}
     loaded: dict[str, torch.Tensor] = {}
     for file in files:

@@ -8,6 +8,8 @@ from hf_stream.layouts.joining import Concat, Split, Stack, Unstack
 from hf_stream.layouts.layout import Layout
 from hf_stream.layouts.lora_base_layers import lora_base_layers
 from hf_stream.layouts.lora_merge import merge_lora
+from hf_stream.layouts.meta_llama import meta_llama
+from hf_stream.layouts.metaseq_opt import metaseq_opt
 from hf_stream.layouts.naming import Apply, Drop, Rename
 from hf_stream.layouts.packed_gate_up import packed_gate_up
 from hf_stream.layouts.packed_qkv import packed_qkv
@@ -38,6 +40,8 @@ __all__ = [
     "load",
     "lora_base_layers",
     "merge_lora",
+    "meta_llama",
+    "metaseq_opt",
     "names",
     "packed_gate_up",
     "packed_qkv",

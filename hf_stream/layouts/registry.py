@@ -18,6 +18,8 @@ from hf_stream.layouts.dequantize_fp8_blocks import dequantize_fp8_blocks
 from hf_stream.layouts.from_transformers import from_transformers
 from hf_stream.layouts.layout import Layout
 from hf_stream.layouts.lora_merge import merge_lora
+from hf_stream.layouts.meta_llama import meta_llama
+from hf_stream.layouts.metaseq_opt import metaseq_opt
 from hf_stream.layouts.packed_gate_up import packed_gate_up
 from hf_stream.layouts.packed_qkv import packed_qkv
 from hf_stream.layouts.sizes import quantized_blocks
@@ -55,6 +57,14 @@ _READY_MADE: dict[str, tuple[str, Callable[[Any], TwoWay]]] = {
     "dequantize-fp8-blocks": (
         "FP8 weights times the scales of their blocks, as bfloat16 (DeepSeek)",
         lambda config: dequantize_fp8_blocks(quantized_blocks(config)),
+    ),
+    "metaseq-opt": (
+        "OPT of metaseq, one file or parts, as transformers has it",
+        lambda _config: metaseq_opt(),
+    ),
+    "meta-llama": (
+        "Llama of Meta, one file or parts, as transformers has it",
+        meta_llama,
     ),
 }
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from hf_stream.errors import LayoutError
 
 _BLOCKS = (128, 128)
-_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
 
 def config_size(config: object, *names: str) -> int | None:
@@ -39,17 +40,24 @@ def attention_heads(config: object, num_heads: int | None, num_key_value_heads: 
     Raises:
         LayoutError: the query heads cannot be shared out evenly among the key heads.
     """
-    heads = num_heads or config_size(config, *_HEADS)
+    heads, kv_heads = known_heads(config, num_heads, num_key_value_heads)
     if heads is None:
         if num_key_value_heads is not None:
             raise LayoutError(f"num_key_value_heads={num_key_value_heads} needs num_heads as well. Pass num_heads=.")
         return None
-    kv_heads = num_key_value_heads or config_size(config, "num_key_value_heads", "num_kv_heads") or heads
+    kv_heads = kv_heads or heads
     if heads % kv_heads:
         raise LayoutError(
             f"{heads} query heads cannot share {kv_heads} key heads evenly. Check num_heads and num_key_value_heads."
         )
     return heads, kv_heads
+
+
+def known_heads(
+    config: object, num_heads: int | None, num_key_value_heads: int | None
+) -> tuple[int | None, int | None]:
+    """Numbers of query heads and of key heads as far as they are told; arguments override the config."""
+    return num_heads or config_size(config, *_HEADS), num_key_value_heads or config_size(config, *_KV_HEADS)
 
 
 def parts_with_heads(config: object) -> list[str]:

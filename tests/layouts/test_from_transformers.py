@@ -39,6 +39,7 @@ TYPES = [
     "qwen3_moe",
     "siglip",
     "timesfm2_5",
+    "unlimited_ocr",
     "detr",
 ]
 
@@ -145,6 +146,9 @@ def test_real_and_meta_tensors_stay_what_they_are_and_are_not_touched(
     result = layout(file)
     assert_same(result, model.state_dict())
     assert not any(vars(tensor) for tensor in file.values())
+    parameters = {name: torch.nn.Parameter(tensor) for name, tensor in file.items()}
+    assert_same(layout(parameters), model.state_dict())
+    assert not any(vars(tensor) for tensor in parameters.values())
     assert all(type(tensor) is torch.Tensor for tensor in result.values())
     meta = {name: tensor.to("meta") for name, tensor in file.items()}
     assert {name: tensor.shape for name, tensor in layout.inverse(layout(meta)).items()} == {
@@ -187,6 +191,9 @@ def test_tied_weights_come_under_each_name_whatever_the_file_has(
     layout = from_transformers(model)
     assert_same(layout(file), state)
     assert not hf_stream.verify(layout.inverse(layout(file)), path)
+    with pytest.raises(LayoutError, match=r"wants shape \[50, 32\], got \[3\]") as raised:
+        layout({name: torch.zeros(3) if name in written and "weight" in name else t for name, t in file.items()})
+    assert "is missing" not in str(raised.value)
     hf_stream.save_checkpoint(layout(file), tmp_path / "memory")
     model.load_state_dict(load_file(tmp_path / "memory" / "model.safetensors"))
 
@@ -375,6 +382,27 @@ def test_a_model_with_code_of_its_own(tmp_path: Path) -> None:
     assert repr(layout) == "from_transformers(OwnBert)"
     assert_same(layout(load_file(tmp_path / "model.safetensors")), model.state_dict())
     assert torch.linspace is linspace
+
+
+class Forgetful(OwnBert):
+    """A model that does not save all it holds."""
+
+    _keys_to_ignore_on_save = ("pooler.dense.bias",)
+
+
+def test_what_transformers_does_not_save_is_left_out_and_need_not_be_there(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = Forgetful(BertConfig(**sizes, vocab_size=50))
+    model.save_pretrained(tmp_path)
+    back, state = from_transformers(model).inverse, dict(model.state_dict())
+    assert not hf_stream.verify(back(state), tmp_path)
+    del state["pooler.dense.bias"]
+    assert not hf_stream.verify(back(state), tmp_path)
+
+
+def test_an_architecture_that_transformers_keeps_to_itself() -> None:
+    config = {"model_type": "unlimited_ocr_vision_encoder", "architectures": ["UnlimitedOcrVisionEncoder"]}
+    assert repr(from_transformers(config)) == "from_transformers(UnlimitedOcrVisionEncoder)"
 
 
 def test_a_quantized_model_is_refused(bert: tuple[BertForMaskedLM, Path]) -> None:

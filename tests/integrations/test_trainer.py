@@ -150,6 +150,20 @@ def test_from_pretrained_loads_a_checkpoint_without_a_layout(of_moe: Path) -> No
     assert model.config.architectures == ["Qwen3MoeForCausalLM"]
 
 
+def test_weights_that_were_pickled_by_older_trainers_are_resumed(of_moe: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-2"
+    shutil.copytree(of_moe / "checkpoint-2", checkpoint)
+    torch.save(load_file(checkpoint / WEIGHTS), checkpoint / "pytorch_model.bin")
+    (checkpoint / WEIGHTS).unlink()
+    run = trainer(moe(seed=5), tmp_path, StreamingCheckpointCallback())
+    run.state.best_model_checkpoint = str(checkpoint)
+    for load in (lambda: run._load_from_checkpoint(str(checkpoint)), run._load_best_model):
+        nn.init.zeros_(run.model.lm_head.weight)
+        load()
+        wanted = transformers.Qwen3MoeForCausalLM.from_pretrained(of_moe / "checkpoint-2").state_dict()
+        assert differing(dict(run.model.state_dict()), dict(wanted)) == []
+
+
 def edited(checkpoint: Path, directory: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
     shutil.copytree(checkpoint, directory)
     tensors = load_file(directory / WEIGHTS)

@@ -16,12 +16,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from hf_stream.integrations.trainer import place, states, weights
 from hf_stream.integrations.trainer.settings import Settings
 
 Plain = Callable[..., Any]
+
+_WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 def save_checkpoint(settings: Settings, trainer: Any, plain: Plain, model: Any, trial: Any = None) -> None:
@@ -92,7 +94,7 @@ def load_best_model(settings: Settings, trainer: Any, plain: Plain) -> None:
     """In place of `Trainer._load_best_model`."""
     directory = Path(trainer.state.best_model_checkpoint)
     model = _unwrapped(trainer, trainer.model)
-    here = any((directory / name).exists() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    here = any((directory / name).exists() for name in _WEIGHTS)
     if weights.who_saves(model) is not None or not here:
         plain()
     else:

@@ -21,10 +21,11 @@ from transformers.modeling_utils import _is_on_hf_mount, load_state_dict
 from transformers.utils.quantization_config import QuantizationMethod
 
 from hf_stream.checkpoint import AnyLayout, apply_layout, open_files
+from hf_stream.checkpoint.torch_file import open_torch_file
 from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
-from hf_stream.errors import LayoutError, LazyTensorError
+from hf_stream.errors import CheckpointError, LayoutError, LazyTensorError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shared import Shared
 from hf_stream.integrations.transformers.hooks import Request, asking, hooked
@@ -173,15 +174,25 @@ def _open(
     if state_dict is not None:
         return {name: _lazy(tensor) for name, tensor in state_dict.items()}
     files = checkpoint_files or []
-    if files and all(file.endswith((".safetensors", *TORCH_SUFFIXES)) for file in files):
-        # One by one: of a name in two files, transformers takes the last.
-        opened = (open_files(load_config.pretrained_model_name_or_path or file, [file], key="") for file in files)
-        return {name: tensor for checkpoint in opened for name, tensor in checkpoint.items()}
-    loaded: dict[str, torch.Tensor] = {}
+    loaded: dict[str, Any] = {}
     for file in files:
-        # As in transformers, whatever `weights_only` says: no pickle is executed.
-        loaded.update(load_state_dict(file, disable_mmap=load_config.disable_mmap))
+        # One by one: of a name in two files, transformers takes the last.
+        if file.endswith(".safetensors"):
+            loaded.update(open_files(load_config.pretrained_model_name_or_path or file, [file]))
+        elif file.endswith(TORCH_SUFFIXES):
+            # Whatever `weights_only` says: no pickle is executed.
+            loaded.update(_state_of(file))
+        else:
+            loaded.update(load_state_dict(file, disable_mmap=load_config.disable_mmap))
     return {name: _lazy(tensor) for name, tensor in loaded.items()}
+
+
+def _state_of(file: str) -> Mapping[str, Any]:
+    """What a file of torch.save holds, with its tensors' values as lazies; it may hold more than tensors."""
+    state = open_torch_file(file)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"'{file}' holds no dict of tensors by name, but a {type(state).__name__}")
+    return {name: entry.detach() if isinstance(entry, torch.Tensor) else entry for name, entry in state.items()}
 
 
 def _lazy(entry: Any) -> Any:

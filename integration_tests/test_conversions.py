@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from architectures import base_class, model_types, primary_class, random_model, small_config
+from architectures import model_types, primary_class, random_model, small_config
 from safetensors.torch import load_file
 from samples import same_bits
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
@@ -50,11 +50,15 @@ def test_every_conversion_is_a_layout_with_a_way_back(part: int, tmp_path: Path)
 
 
 def _classes(model_type: str) -> list[type[PreTrainedModel]]:
-    """The class with a head, and the base model, if there are two; none if they are not here, or need packages that are not."""
-    try:
-        return [cls for cls in (primary_class(model_type), base_class(model_type)) if cls is not None]
-    except (ImportError, AttributeError):
-        return []
+    """The class with a head and the base model; those that are there and need no package that is not."""
+    found = []
+    for get in (lambda: primary_class(model_type), lambda: AutoModel._model_mapping[CONFIG_MAPPING[model_type]]):
+        try:
+            classes = get()
+        except (ImportError, AttributeError, KeyError, ValueError):
+            continue
+        found += classes if isinstance(classes, tuple) else [classes]
+    return [cls for cls in dict.fromkeys(found) if cls is not None]
 
 
 def _fare(model_type: str, cls: type[PreTrainedModel], folder: Path) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+import hf_stream
 from hf_stream.lazy import LazyTensor
 
 DATA = Path(__file__).parent / "data" / "swift_transformer"
@@ -29,14 +29,7 @@ def real(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 def opened(case: str, files: str) -> Tensors:
     """The tensors of one file, or those of several with the number of their part."""
-    paths = sorted(
-        (DATA / case / "input").glob(files), key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))]
-    )
-    contents = [torch.load(path, weights_only=True) for path in paths]
-    parts = [content.get("model", content) for content in contents]
-    if len(parts) == 1:
-        return lazy(parts[0])
-    return lazy({f"{name}.part_{i}": tensor for i, part in enumerate(parts) for name, tensor in part.items()})
+    return dict(hf_stream.open_checkpoint(DATA / case / "input" / files))
 
 
 def manifest(case: str) -> dict[str, Any]:

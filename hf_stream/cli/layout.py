@@ -20,6 +20,9 @@ from hf_stream.layouts.registry import takes_path
 
 Tensors = Mapping[str, torch.Tensor]
 
+_CONFIGS = ("config.json", "params.json")
+"""That of transformers, and that of Meta."""
+
 
 def chosen_layout(specs: Sequence[str], inverse: bool, source: str) -> AnyLayout | None:
     """The layouts of a command line, one after the other; None without any.
@@ -27,7 +30,7 @@ def chosen_layout(specs: Sequence[str], inverse: bool, source: str) -> AnyLayout
     Args:
         specs: Names of ready-made layouts, or `path/to/file.py:name`.
         inverse: Whether to undo them, the last one first.
-        source: The checkpoint, beside which the config.json lies.
+        source: The checkpoint, beside which its config lies.
 
     Raises:
         LayoutError: A layout is not there, or has no inverse; also when the result is called and does not fit.
@@ -62,8 +65,9 @@ class _Steps:
 
 
 def _config_beside(source: Path) -> dict[str, object] | None:
-    path = (source if source.is_dir() else source.parent) / "config.json"
-    if not path.exists():
+    directory = source if source.is_dir() else source.parent
+    path = next((directory / name for name in _CONFIGS if (directory / name).exists()), None)
+    if path is None:
         return None
     try:
         config = json.loads(path.read_bytes())

@@ -174,14 +174,17 @@ class MetaLlama(Composable):
         """Rows of a head: what is known, if all that is known agrees."""
         heads = self.num_heads
         if heads is None and head_dim is None:
-            raise LayoutError(f"'{name}': the number of heads is not known. Pass config= (params.json) or num_heads=.")
+            raise LayoutError(
+                f"'{name}': the number of heads is not known. Pass config= or num_heads=; on the command line, put "
+                "params.json or config.json beside the source."
+            )
         if heads is not None and (query.shape[0] % heads or head_dim not in (None, query.shape[0] // heads)):
             told = "" if head_dim is None else f" of {head_dim} rows, as {_FREQS} tells"
             raise LayoutError(
                 f"'{name}' has shape {shape_text(query)}, which are not {heads} heads{told}. "
                 "Check num_heads, and that all parts are open."
             )
-        return head_dim or query.shape[0] // (heads or 1)
+        return query.shape[0] // (heads or 1) if head_dim is None else head_dim
 
     def _reordered(self, name: str, weight: torch.Tensor, head_dim: int) -> torch.Tensor:
         if head_dim < 2 or head_dim % 2 or weight.shape[0] % head_dim:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from part_files import DATA, Tensors, hf_tensors, lazy, manifest, opened, real, sha256
@@ -18,7 +19,7 @@ from transformers import OPTConfig, OPTForCausalLM, OPTModel
 
 import hf_stream
 from hf_stream.errors import LayoutError
-from hf_stream.layouts import Drop, Layout, get, metaseq_opt
+from hf_stream.layouts import Drop, Layout, metaseq_opt
 from hf_stream.layouts.metaseq_opt import METASEQ_OPT_PARTS
 from hf_stream.lazy import LazyTensor, reads, working_set
 
@@ -96,8 +97,8 @@ def test_the_inverse_gives_the_files_of_metaseq(case: str, files: str, parts: in
 @pytest.mark.parametrize(("case", "files"), [("opt_h2", "parts16/*.pt"), ("opt_h8", "parts2/*.pt")])
 @torch.no_grad()
 def test_a_converted_directory_loads_and_gives_the_logits(case: str, files: str, tmp_path: Path) -> None:
-    save_file(real(opened(case, files)), tmp_path / "parts.safetensors")
-    hf_stream.convert(tmp_path / "parts.safetensors", tmp_path / "out", layout=get("metaseq-opt"))
+    result = run("convert", DATA / case / "input" / files, tmp_path / "out", "--layout", "metaseq-opt")
+    assert result.exit_code == 0
     shutil.copy(DATA / case / "hf" / "config.json", tmp_path / "out")
     model, info = OPTForCausalLM.from_pretrained(
         tmp_path / "out", dtype=torch.float32, attn_implementation="eager", output_loading_info=True
@@ -180,6 +181,14 @@ def test_a_tied_output_projection_is_left_out(as_lazy: bool, tmp_path: Path) -> 
         for name in [name for name in metaseq if name.startswith("decoder.embed_tokens")]:
             metaseq[name.replace("embed_tokens", "output_projection")] = metaseq[name][:]
         assert_same(metaseq_opt()(metaseq), tensors)
+
+
+def test_an_output_projection_that_is_tied_in_the_file_is_left_out(tmp_path: Path) -> None:
+    tensors = saved(model_of(), tmp_path)
+    metaseq = metaseq_opt().inverse(tensors)
+    metaseq["decoder.output_projection.weight"] = metaseq["decoder.embed_tokens.weight"]
+    torch.save({"model": metaseq, "cfg": None}, tmp_path / "tied.pt")
+    assert_same(metaseq_opt()(hf_stream.open_checkpoint(tmp_path / "tied.pt")), tensors)
 
 
 def test_parts_of_an_output_projection_that_are_cut_are_joined() -> None:

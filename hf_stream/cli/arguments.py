@@ -58,6 +58,12 @@ class SizeParam(click.ParamType[int]):
 
 source_argument = click.argument("source", metavar="SRC", type=click.Path())
 
+key_option = click.option(
+    "--key",
+    metavar="KEY",
+    help="Where the tensors are in a file of torch.save that holds more than one dict of them, such as 'model'.",
+)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, with exact numbers, for programs.")
 
 quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress and no summary; warnings and errors only.")

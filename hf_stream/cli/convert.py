@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import click
 import torch
 
-from hf_stream.checkpoint import Conversion, plan_conversion, run_conversion
+from hf_stream.checkpoint import Conversion, open_checkpoint, plan_conversion, run_conversion
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, ShardFile
-from hf_stream.cli.arguments import layout_options, output_options, quiet_option, source_argument
+from hf_stream.cli.arguments import key_option, layout_options, output_options, quiet_option, source_argument
 from hf_stream.cli.layout import chosen_layout
 from hf_stream.cli.program import say
 from hf_stream.cli.text import count, size
@@ -21,6 +21,7 @@ from hf_stream.cli.text import count, size
 @click.command()
 @source_argument
 @click.argument("destination", metavar="DST", type=click.Path())
+@key_option
 @layout_options
 @output_options
 @click.option("--verify", is_flag=True, help="Read both sides again and compare every bit before DST appears.")
@@ -34,6 +35,7 @@ from hf_stream.cli.text import count, size
 def convert(
     source: str,
     destination: str,
+    key: str | None,
     specs: tuple[str, ...],
     inverse: bool,
     dtype: torch.dtype | None,
@@ -46,11 +48,12 @@ def convert(
 
     DST is a directory, or a path that ends in .safetensors for a single file. It appears when everything is written,
     and weights that are there already are replaced. What lies beside the weights in SRC (config, tokenizer, ...) goes
-    along into a directory, unless SRC is a single file.
+    along into a directory, unless SRC is a single file. SRC may be a file of torch.save, or a pattern in quotes that
+    finds several.
     """
     started = time.time()
     conversion = plan_conversion(
-        source,
+        open_checkpoint(source, key=key),
         destination,
         layout=chosen_layout(specs, inverse, source),
         dtype=dtype,

@@ -11,7 +11,7 @@ import torch
 
 from hf_stream.checkpoint import Checkpoint, open_checkpoint, open_nested
 from hf_stream.checkpoint.nested import STRUCTURE
-from hf_stream.cli.arguments import json_option, source_argument
+from hf_stream.cli.arguments import json_option, key_option, source_argument
 from hf_stream.cli.text import count, printable, size, table
 from hf_stream.formats.nested_paths import path_of
 from hf_stream.formats.nested_scalars import shown
@@ -21,13 +21,14 @@ _ENTRIES = 12
 
 @click.command()
 @source_argument
+@key_option
 @json_option
-def inspect(source: str, as_json: bool) -> None:
+def inspect(source: str, key: str | None, as_json: bool) -> None:
     """List the tensors of SRC: name, type, shape, bytes and file; of a nested state also what it is made of.
 
     Reads headers only.
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, key=key)
     click.echo(_as_json(checkpoint) if as_json else _as_text(checkpoint))
     if not as_json and STRUCTURE in checkpoint.metadata:
         click.echo("\n".join(_outline(open_nested(checkpoint.path))))

@@ -9,20 +9,22 @@ from collections.abc import Iterator
 import click
 import torch
 
-from hf_stream.checkpoint import Conversion, plan_conversion
+from hf_stream.checkpoint import Conversion, open_checkpoint, plan_conversion
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE
-from hf_stream.cli.arguments import json_option, layout_options, output_options, source_argument
+from hf_stream.cli.arguments import json_option, key_option, layout_options, output_options, source_argument
 from hf_stream.cli.layout import chosen_layout
 from hf_stream.cli.text import count, size, table
 
 
 @click.command()
 @source_argument
+@key_option
 @layout_options
 @output_options
 @json_option
 def plan(
     source: str,
+    key: str | None,
     specs: tuple[str, ...],
     inverse: bool,
     dtype: torch.dtype | None,
@@ -34,7 +36,7 @@ def plan(
     Reads headers only. With --json, the tensors that each file would hold are listed as well.
     """
     conversion = plan_conversion(
-        source,
+        open_checkpoint(source, key=key),
         layout=chosen_layout(specs, inverse, source),
         dtype=dtype,
         max_shard_size=max_shard_size or DEFAULT_MAX_SHARD_SIZE,

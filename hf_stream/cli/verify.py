@@ -6,7 +6,7 @@ import click
 
 import hf_stream
 from hf_stream.checkpoint import Differences, open_checkpoint
-from hf_stream.cli.arguments import layout_options, quiet_option
+from hf_stream.cli.arguments import key_option, layout_options, quiet_option
 from hf_stream.cli.layout import chosen_layout
 from hf_stream.cli.program import DIFFERENT, say
 from hf_stream.cli.text import count, printable, size
@@ -15,15 +15,16 @@ from hf_stream.cli.text import count, printable, size
 @click.command(epilog="Exit codes: 0 equal; 1 different; 2 an error, usage included.")
 @click.argument("first", metavar="A", type=click.Path())
 @click.argument("second", metavar="B", type=click.Path())
+@key_option
 @layout_options
 @quiet_option
-def verify(first: str, second: str, specs: tuple[str, ...], inverse: bool, quiet: bool) -> int:
+def verify(first: str, second: str, key: str | None, specs: tuple[str, ...], inverse: bool, quiet: bool) -> int:
     """Compare checkpoints A and B: names, shapes, types and every bit.
 
-    A line on stdout tells each difference. --layout changes A before it is compared, so that A and what `convert` made
-    of it are equal. In how many files the tensors are makes no difference.
+    A line on stdout tells each difference. --key is that of A. --layout changes A before it is compared, so that A and
+    what `convert` made of it are equal. In how many files the tensors are makes no difference.
     """
-    a, b = open_checkpoint(first), open_checkpoint(second)
+    a, b = open_checkpoint(first, key=key), open_checkpoint(second)
     layout = chosen_layout(specs, inverse, first)
     differences = hf_stream.verify(a, b, layout=layout, progress=False if quiet else None)
     if differences:

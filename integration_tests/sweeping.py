@@ -33,13 +33,14 @@ def fare(model_type: str, folder: Path) -> dict[str, object]:
         model = random_model(cls, small_config(model_type, cls))
     except Exception as error:  # noqa: BLE001 - transformers' own, of whatever kind
         return {"left_out": f"plain transformers does not build it: {type(error).__name__}: {error}"}
-    outcome: dict[str, object] = {"class": cls.__name__, "converts": has_converters(model)}
+    found: list[str] = []
+    outcome: dict[str, object] = {"class": cls.__name__, "converts": has_converters(model), "differences": found}
     try:
-        outcome["differences"] = list(differences(model, folder))
+        found.extend(differences(model, folder))
     except PlainFailureError as reason:
         outcome["unusable"] = str(reason)
     except Exception as error:  # noqa: BLE001 - ours, to be reported
-        outcome["differences"] = [f"hf_stream raises {type(error).__name__}: {error}"]
+        found.append(f"hf_stream raises {type(error).__name__}: {error}")
     if outcome["converts"] and "unusable" not in outcome:
         try:
             outcome["wasted"] = list(wasted_reads(model, folder / "single"))

@@ -64,7 +64,7 @@ def test_conversions_compute_nothing_and_read_no_more_than_a_slice_needs(outcome
 
 @pytest.mark.skipif("SWEEP" in os.environ, reason="not all types are tried")
 def test_nearly_all_types_are_built_and_reloaded(outcomes: list[dict[str, Any]]) -> None:
-    assert sum("differences" in outcome for outcome in outcomes) >= ENOUGH
+    assert len(_reloaded(outcomes)) >= ENOUGH
     assert sum(outcome.get("converts", False) for outcome in outcomes) >= 80
 
 
@@ -107,8 +107,12 @@ def _end(worker: subprocess.Popen[str]) -> None:
     worker.communicate()
 
 
+def _reloaded(outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [outcome for outcome in outcomes if "differences" in outcome and "unusable" not in outcome]
+
+
 def _print(outcomes: list[dict[str, Any]]) -> None:
-    reloaded = [outcome for outcome in outcomes if "differences" in outcome]
+    reloaded = _reloaded(outcomes)
     for what, kind in (("load", "load"), ("save", "save")):
         same = [o for o in reloaded if not any(words.startswith((kind, "hf_stream")) for words in o["differences"])]
         print(f"{what} identical: {len(same)} of {len(reloaded)}")

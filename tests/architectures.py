@@ -74,6 +74,12 @@ GIVEN: dict[str, dict[str, Any]] = {
     "omdet-turbo": {"backbone_config": FEATURES, "encoder_in_channels": [16, 32, 32]},
     "pp_ocrv5_server_det": {"intraclass_block_config": LONG, "kernel_list": [3, 2, 2]},
     "pp_ocrv6_medium_det": {"intraclass_block_config": LONG, "kernel_list": [3, 2, 2]},
+    "qwen2_5_omni_bigvgan": {
+        "upsample_rates": [2, 2],
+        "upsample_kernel_sizes": [4, 4],
+        "resblock_kernel_sizes": [3],
+        "resblock_dilation_sizes": [[1, 3, 5]],
+    },
     "qwen3_omni_moe_talker": {"spatial_merge_size": 2},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
     "qwen4_exp_text": {"indexer_budget": 64, "indexer_compress_ratio": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1}

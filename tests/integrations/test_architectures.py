@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
+import torch
 from architectures import primary_class, random_model, small_config
 from round_trips import differences, has_converters, wasted_reads
+from samples import files_of
+
+import hf_stream
 
 PLAIN = ["llama", "gpt2", "opt", "t5", "bert", "phi3", "mamba", "jamba", "bart", "deberta-v2", "gpt_oss", "llama4_text"]
 SEEN_AND_HEARD = ["vit", "clip", "detr", "swin", "whisper", "wav2vec2", "qwen2_vl", "gemma3"]
@@ -37,3 +43,13 @@ def test_conversions_compute_nothing_and_read_what_a_slice_needs(small_model, tm
     assert has_converters(model)
     model.save_pretrained(tmp_path / "single")
     assert list(wasted_reads(model, tmp_path / "single")) == []
+
+
+def test_empty_parameters_go_into_the_shards_where_transformers_puts_them(small_model, tmp_path):
+    model = copy.deepcopy(small_model("llama"))
+    for place in (0, 1):
+        model.model.layers[place].mlp.up_proj.bias = torch.nn.Parameter(torch.empty(0))
+    model.lm_head.bias = torch.nn.Parameter(torch.empty(0, 3))
+    model.save_pretrained(tmp_path / "plain", max_shard_size="12KB")
+    hf_stream.save_pretrained(model, tmp_path / "ours", max_shard_size="12KB")
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "plain")

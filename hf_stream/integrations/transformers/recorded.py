@@ -45,8 +45,9 @@ class Recording:
         self.tensors: dict[str, torch.Tensor] = {}
         self._shards: list[ShardFile] = []
         self._lazy = lazy
-        # By the id of a lazy: itself, to keep the id its own, and the bytes of the storage that it shows a part of.
-        self._storage_nbytes: dict[int, tuple[LazyTensor, int]] = {}
+        # By the id of a lazy: itself, to keep the id its own, and the bytes and the id of the storage that it shows a
+        # part of. Only empty tensors still share one here: huggingface_hub takes all of them for the same.
+        self._storages: dict[int, tuple[LazyTensor, int, Hashable]] = {}
 
     def files(self, index: str) -> CheckpointFiles:
         """The files, of which transformers has written all but the weights.
@@ -91,8 +92,11 @@ class Recording:
         if isinstance(tensor, LazyTensor) or not _has_memory(tensor):
             return tensor
         lazy = LazyTensor.from_tensor(tensor)
+        if not tensor.numel():
+            # Transformers copies all empty tensors but one, as they seem to share a storage; copies still seem to.
+            tensor, sized_by_storage = tensor.clone(), True
         if sized_by_storage:
-            self._storage_nbytes[id(lazy)] = lazy, get_torch_storage_size(tensor)
+            self._storages[id(lazy)] = lazy, get_torch_storage_size(tensor), get_torch_storage_id(tensor)
         return lazy
 
     def split(
@@ -107,7 +111,7 @@ class Recording:
         groups: dict[str, Hashable] = {}
         for name, tensor in state_dict.items():
             if isinstance(tensor, LazyTensor):
-                _, sizes[name] = self._storage_nbytes.get(id(tensor), (tensor, tensor.nbytes))
+                _, sizes[name], groups[name] = self._storages.get(id(tensor), (tensor, tensor.nbytes, None))
             else:
                 sizes[name] = get_torch_storage_size(tensor)
                 groups[name] = get_torch_storage_id(tensor)

@@ -66,19 +66,19 @@ class BaseSlot(NamedTuple):
     Attributes:
         name: The tensor's name in the wrapped model.
         plain: Its name in the base model.
-        slots: The dict of the module that has it, under the last part of the name.
+        owner: The module that has it, under the last part of the name.
         persistent: Whether it is in the state dict.
     """
 
     name: str
     plain: str
-    slots: dict[str, Any]
+    owner: nn.Module
     persistent: bool
 
     @property
     def tensor(self) -> torch.Tensor:
         """What is there now."""
-        found: torch.Tensor = self.slots[self.name.rpartition(".")[2]]
+        found: torch.Tensor = getattr(self.owner, self.name.rpartition(".")[2])
         return found
 
 
@@ -108,7 +108,7 @@ def _slots(module: nn.Module, path: str, plain: str) -> Iterator[BaseSlot]:
             for name, tensor in slots.items():
                 if tensor is not None:
                     persistent = name not in module._non_persistent_buffers_set
-                    yield BaseSlot(path + name, plain + name, slots, persistent)
+                    yield BaseSlot(path + name, plain + name, module, persistent)
         for name, child in children.items():
             yield from _inside(child, f"{path}{name}.", f"{plain}{name}.")
 

@@ -141,4 +141,6 @@ def _fill(
     real_of = dict(zip(fresh, reals, strict=True))
     wearing: dict[int, torch.Tensor] = {}
     for slot, old in places:
-        slot.slots[slot.name.rpartition(".")[2]] = wearing.setdefault(id(old), dressed(real_of[id(old)], old))
+        new = wearing.setdefault(id(old), dressed(real_of[id(old)], old))
+        # Modules may keep further references: recurrent ones have a list of their weights.
+        setattr(slot.owner, slot.name.rpartition(".")[2], new)

@@ -150,8 +150,8 @@ def materialize_model(model: nn.Module, request: Request, *, alias: bool) -> Non
         request: How to read.
         alias: Whether those that lie in a file just as they are may be mappings of it.
     """
-    places: list[tuple[dict[str, Any], str, LazyTensor]] = [
-        (slots, name, tensor)
+    places: list[tuple[nn.Module, str, LazyTensor]] = [
+        (module, name, tensor)
         for module in model.modules()
         for slots in (module._parameters, module._buffers)
         for name, tensor in slots.items()
@@ -164,8 +164,9 @@ def materialize_model(model: nn.Module, request: Request, *, alias: bool) -> Non
         desc="Loading",
         alias=alias,
     )
-    for (slots, name, _), real in zip(places, reals, strict=True):
-        slots[name] = real
+    for (module, name, _), real in zip(places, reals, strict=True):
+        # Modules may keep further references: recurrent ones have a list of their weights.
+        setattr(module, name, real)
 
 
 def _open(

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles
-from hf_stream.checkpoint.nested_leaves import ARRAY, TENSOR, LeafReader, LeafWriter
+from hf_stream.checkpoint.nested_leaves import ARRAY, LeafReader, LeafWriter
+from hf_stream.checkpoint.nested_structure import STRUCTURE, STRUCTURE_TENSOR, read_structure, structure_metadata
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging, check_settled
@@ -22,21 +23,13 @@ from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import CheckpointError, FormatError
 from hf_stream.formats.collector import collector_paused
-from hf_stream.formats.nested import decode_structure, dump_structure, encode_structure, parse_json
+from hf_stream.formats.nested import decode_structure, encode_structure
 from hf_stream.formats.shards import shard_pattern
-from hf_stream.formats.strict_json import Pairs
 from hf_stream.lazy import materialize, write_into
-
-STRUCTURE: Final = "hf_stream.structure"
 
 _SUFFIX: Final = ".safetensors"
 _FILE: Final = "state.safetensors"
 _INDEX: Final = _FILE + ".index.json"
-_VERSION: Final = 1
-# No path in a nesting is called so.
-_STRUCTURE_TENSOR: Final = "__structure__"
-# A tenth of what a header may have: the rest is for the names of the tensors.
-_MAX_METADATA: Final = 10_000_000
 _NO_LIMIT: Final = 1 << 63
 
 
@@ -90,7 +83,7 @@ def save_nested(
         writer = LeafWriter()
         tree = encode_structure(state, writer)
         tensors = writer.place()
-        metadata = _structure_metadata(tree, tensors)
+        metadata = structure_metadata(tree, tensors)
         files = CheckpointFiles.plan(
             tensors,
             max_shard_size=_NO_LIMIT if single else max_shard_size or DEFAULT_MAX_SHARD_SIZE,
@@ -164,16 +157,6 @@ def load_nested(
     return decode_structure(tree, LeafReader(tensors, lambda tensor: tensor.cpu().numpy()))
 
 
-def _structure_metadata(tree: Any, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The metadata that holds the structure, or says which tensor does; that one is added."""
-    text = dump_structure({"version": _VERSION, "state": tree})
-    content = text.encode()
-    if len(content) > _MAX_METADATA:
-        tensors[_STRUCTURE_TENSOR] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        text = dump_structure({"version": _VERSION, TENSOR: _STRUCTURE_TENSOR})
-    return {STRUCTURE: text}
-
-
 def _pattern(file: str) -> str:
     return file.removesuffix(_SUFFIX).replace("{", "{{").replace("}", "}}") + "{suffix}" + _SUFFIX
 
@@ -196,42 +179,16 @@ def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, Any]:
             f"{len(checkpoint)} tensors by name"
         )
     try:
-        return checkpoint, _tree(checkpoint, text)
+        return checkpoint, read_structure(text, checkpoint)
     except FormatError as error:
         raise FormatError(f"'{path}': {error}") from None
-
-
-def _tree(checkpoint: Checkpoint, text: str) -> Any:
-    fields = _fields(text)
-    if fields.get(TENSOR) == _STRUCTURE_TENSOR:
-        lazy = checkpoint.get(_STRUCTURE_TENSOR)
-        if lazy is None or lazy.dtype != torch.uint8 or lazy.dim() != 1:
-            raise FormatError(f"'{_STRUCTURE_TENSOR}' is not the text of the structure. Get the file again.")
-        try:
-            fields = _fields(str(lazy.materialize().numpy().data, "utf-8"))
-        except UnicodeDecodeError as error:
-            raise FormatError(f"'{_STRUCTURE_TENSOR}' is not text ({error}). Get the file again.") from None
-    if "state" not in fields:
-        raise FormatError("the structure has no 'state'. Get the file again.")
-    return fields["state"]
-
-
-def _fields(text: str) -> dict[str, Any]:
-    tree = parse_json(text)
-    fields = dict(tree) if isinstance(tree, Pairs) else {}
-    version = fields.get("version")
-    if type(version) is not int or len(fields) != 2 or len(tree) != 2:
-        raise FormatError("the structure is no object of 'version' and one more. Get the file again.")
-    if version != _VERSION:
-        raise FormatError(f"the structure has version {version}, known is {_VERSION}. Use a newer hf_stream.")
-    return fields
 
 
 def _build(checkpoint: Checkpoint, tree: Any, reader: LeafReader) -> object:
     """The nesting, which must have a place for each tensor of the files."""
     try:
         state = decode_structure(tree, reader)
-        left_over = checkpoint.keys() - reader.names.keys() - {_STRUCTURE_TENSOR}
+        left_over = checkpoint.keys() - reader.names.keys() - {STRUCTURE_TENSOR}
         if left_over:
             raise FormatError(
                 f"{len(left_over)} tensors have no place in the structure, {min(left_over)!r:.200} for one. "

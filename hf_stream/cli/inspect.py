@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hf_stream.checkpoint import Checkpoint, open_checkpoint, open_nested
-from hf_stream.checkpoint.nested import STRUCTURE
+from hf_stream.checkpoint.nested_structure import STRUCTURE
 from hf_stream.cli.arguments import json_option, key_option, source_argument
 from hf_stream.cli.text import count, printable, size, table
 from hf_stream.formats.nested_paths import path_of

@@ -17,7 +17,7 @@ from samples import files_of, same_bits
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_stream
-from hf_stream.checkpoint import nested, nested_sharing
+from hf_stream.checkpoint import nested_sharing, nested_structure
 from hf_stream.checkpoint.nested_sharing import place_tensors
 from hf_stream.errors import CheckpointError, CopyError, FormatError
 from hf_stream.lazy import LazyTensor
@@ -387,7 +387,7 @@ def test_types_that_numpy_or_torch_have_not(tmp_path: Path) -> None:
 
 
 def test_a_large_structure_is_a_tensor_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nested, "_MAX_METADATA", 100)
+    monkeypatch.setattr(nested_structure, "_MAX_METADATA", 100)
     state = {"w": torch.ones(3), "list": list(range(1000)), "__structure__": torch.zeros(2), "text": "\u00e9"}
     for path in (tmp_path / "s.safetensors", tmp_path / "s"):
         hf_stream.save_nested(state, path)

@@ -24,6 +24,10 @@ from hf_stream.layouts.lora_delta import (
 )
 from hf_stream.layouts.lora_ties import TiedTensors
 from hf_stream.layouts.rule import shape_text
+from hf_stream.lazy import materialize
+
+# Elements of an embedding that are compared at a time.
+_PIECE = 1 << 20
 
 
 def merge_lora(
@@ -146,9 +150,9 @@ class LoraMerge(Composable):
                 found[name] = tensor
             else:
                 missing.append(name)
-        # A tied weight is in the base under one of its names, and in the adapter under all of them.
-        shapes = {tensor.shape for tensor in found.values()}
-        missing = [name for name in missing if self._adapter.trained[name].shape not in shapes]
+        # A tied weight is in the base under one of its names, and in the adapter under all of them, with one value.
+        trained = self._adapter.trained
+        missing = [name for name in missing if not any(_equal(trained[name], trained[other]) for other in found)]
         if missing:
             raise self._not_there(missing, base)
         return found
@@ -265,3 +269,12 @@ class LoraMerge(Composable):
             f"the base lacks {listed(names)}, which {self._adapter.name} changes; the base has {listed(base)}. If "
             "transformers loads it under other names, or ties it to another weight, pass layout=from_transformers(...)"
         )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two embeddings are one; they are read, a few rows at a time."""
+    if a.ndim != 2 or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    step = max(1, _PIECE // max(1, a.shape[1]))
+    rows = (slice(start, start + step) for start in range(0, a.shape[0], step))
+    return all(torch.equal(*materialize([a[part], b[part]])) for part in rows)

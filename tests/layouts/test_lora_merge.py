@@ -292,6 +292,21 @@ def test_transformers_ties_no_weights_that_are_two_now(tmp_path: Path, case: str
         assert not (tmp_path / "refused").exists()
 
 
+def test_a_trained_tensor_that_the_base_has_under_another_name_is_missing_whatever_its_shape() -> None:
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "bias": "all"}
+    base = {"norm.beta": torch.zeros(4), "out.bias": torch.zeros(4), "embed.weight": torch.zeros(6, 4)}
+    trained = {"norm.bias": torch.ones(4), "out.bias": torch.ones(4), "embed.weight": torch.ones(6, 4)}
+    adapter = {f"base_model.model.{name}": tensor for name, tensor in trained.items()}
+    with pytest.raises(hf_stream.LayoutError, match=r"the base lacks 'norm\.bias'"):
+        merge_lora(adapter, config)(base)
+    del adapter["base_model.model.norm.bias"]
+    adapter["base_model.model.head.weight"] = 2 * torch.ones(6, 4)
+    with pytest.raises(hf_stream.LayoutError, match=r"the base lacks 'head\.weight'"):
+        merge_lora(adapter, config)(base)
+    adapter["base_model.model.head.weight"] = torch.ones(6, 4)
+    assert "head.weight" not in merge_lora(adapter, config)(base)
+
+
 def test_merging_changes_tied_weights_together() -> None:
     tensors, config = adapter_for((4, 4))
     shared = LazyTensor.from_tensor(torch.randn(4, 4))

@@ -7,16 +7,26 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_stream.checkpoint.archives import close_archives, plan_archives
 from hf_stream.checkpoint.carried import carry, find_carried, left_behind, with_dtype
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles, ShardFile
-from hf_stream.checkpoint.mapping import AnyLayout, apply_layout, config_after
+from hf_stream.checkpoint.mapping import (
+    SAFETENSORS,
+    TORCHSCRIPT,
+    AnyLayout,
+    FileFormat,
+    apply_layout,
+    check_files,
+    config_after,
+    file_format_of,
+)
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging
@@ -33,6 +43,8 @@ _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".json"
 _NO_LIMIT = 1 << 63
 _LISTED = 5
+# What files of one tensor each are written in: enough for all threads, and little to do again after a crash.
+_BATCH_NBYTES = 64 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -103,19 +115,26 @@ def plan_conversion(
     layout: AnyLayout | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    format: FileFormat | None = None,
 ) -> Conversion:
     """Work out what `convert` would do; reads headers only. Arguments and errors as there; by default a directory."""
     file = _single_file(destination)
+    as_archives = _file_format(format, layout, destination if file else None) == TORCHSCRIPT
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     with collector_paused():
         tensors = apply_layout(layout, checkpoint)
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        files = CheckpointFiles.plan(
-            tensors,
-            max_shard_size=max_shard_size if file is None else _NO_LIMIT,
-            metadata=checkpoint.metadata,
-            pattern=DEFAULT_PATTERN if file is None else _pattern(file),
+        check_files(layout, tensors)
+        files = (
+            plan_archives(tensors)
+            if as_archives
+            else CheckpointFiles.plan(
+                tensors,
+                max_shard_size=max_shard_size if file is None else _NO_LIMIT,
+                metadata=checkpoint.metadata,
+                pattern=DEFAULT_PATTERN if file is None else _pattern(file),
+            )
         )
     conversion = Conversion(checkpoint, tensors, files, (), dtype, file, layout)
     if checkpoint.path.is_dir() or checkpoint.path.suffix == _INDEX_SUFFIX:  # who names one file means one file
@@ -130,6 +149,7 @@ def convert(
     layout: AnyLayout | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    format: FileFormat | None = None,
     resume: bool = True,
     verify: bool = False,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
@@ -148,6 +168,9 @@ def convert(
         layout: Any callable from named tensors to named tensors; None keeps names and shapes.
         dtype: What floating-point tensors become; None keeps them.
         max_shard_size: Bytes, or a string such as "5GB".
+        format: "safetensors", or "torchscript" for a TorchScript archive of each tensor, as SwiftTransformer loads
+            them; `max_shard_size` means nothing there. None: what is natural for the layout, which is "torchscript"
+            for `swift_transformer` and "safetensors" for all others.
         resume: Whether to take up a run that was cut short, if it was to write the very same: shards that it finished
             are kept. Without it, and after any change of the source or the layout, everything is written anew.
         verify: Whether to read both sides once more and compare them bit for bit before the destination appears.
@@ -162,7 +185,9 @@ def convert(
             been written then.
         CopyError: Reading or writing failed. Finished shards are kept for the next run if `resume`.
     """
-    conversion = plan_conversion(source, destination, layout=layout, dtype=dtype, max_shard_size=max_shard_size)
+    conversion = plan_conversion(
+        source, destination, layout=layout, dtype=dtype, max_shard_size=max_shard_size, format=format
+    )
     run_conversion(conversion, destination, resume=resume, verify=verify, buffer_size=buffer_size, progress=progress)
     return Path(destination)
 
@@ -233,6 +258,21 @@ def _warn_of_others(conversion: Conversion) -> None:
             )
 
 
+def _file_format(
+    wanted: FileFormat | None, layout: AnyLayout | None, file: str | os.PathLike[str] | None
+) -> FileFormat:
+    """The format to write; `file` if it is all to go into that one file."""
+    if wanted not in (None, SAFETENSORS, TORCHSCRIPT):
+        raise CheckpointError(f"format {wanted!r:.100} is not known; choose '{SAFETENSORS}' or '{TORCHSCRIPT}'")
+    if file is not None:
+        if wanted == TORCHSCRIPT:
+            raise CheckpointError(
+                f"'{os.fspath(file)}' is one safetensors file; give a directory for TorchScript files"
+            )
+        return SAFETENSORS
+    return wanted or file_format_of(layout)
+
+
 def _single_file(destination: str | os.PathLike[str] | None) -> str | None:
     path = Path(destination or "")
     return path.name if path.suffix == _SUFFIX else None
@@ -257,10 +297,10 @@ def _check_apart(source: Checkpoint, directory: Path, file: str | None) -> None:
 def _differences(
     conversion: Conversion, directory: Path, buffer_size: int, progress: bool | Progress | None
 ) -> Differences:
-    written = {shard.name: directory / shard.name for shard in conversion.files.shards}
-    return verify_checkpoints(
-        Checkpoint(directory, written), conversion.tensors, buffer_size=buffer_size, progress=progress
-    )
+    shards = conversion.files.shards
+    archives = shards[0].archive is not None
+    written = Checkpoint(directory, {shard.name: directory / shard.name for shard in shards}, archives=archives)
+    return verify_checkpoints(written, conversion.tensors, buffer_size=buffer_size, progress=progress)
 
 
 def _would_differ(target: Path, differences: Differences) -> CheckpointError:
@@ -281,8 +321,29 @@ def _write_shards(
     todo = [shard for shard in files.shards if shard.name not in staging.finished]
     total = sum(info.nbytes for shard in todo for info in shard.header.tensors.values())
     with progress_bar(progress, total, "Converting") as bar:
-        for shard in todo:
-            jobs = [(tensors[name], regions[name], name) for name in shard.header.tensors]
+        for batch in _batches(todo):
+            jobs = [(tensors[name], regions[name], name) for shard in batch for name in shard.header.tensors]
             write_into(jobs, buffer_size=buffer_size, progress=bar or False)
-            staging.finish(shard.name)
+            close_archives(
+                (regions[name].storage, shard.archive)
+                for shard in batch
+                if shard.archive is not None
+                for name in shard.header.tensors
+            )
+            for shard in batch:
+                staging.finish(shard.name)
     return todo
+
+
+def _batches(shards: Iterable[ShardFile]) -> Iterator[list[ShardFile]]:
+    """Shards that are written together: safetensors files one by one, the small files of one tensor each in bunches."""
+    batch: list[ShardFile] = []
+    nbytes = 0
+    for shard in shards:
+        batch.append(shard)
+        nbytes += shard.header.nbytes
+        if shard.archive is None or nbytes >= _BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch

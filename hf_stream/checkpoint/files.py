@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hf_stream.errors import CheckpointError
 from hf_stream.formats import Header, encode_header, encode_index, shard_pattern, split_into_shards
+from hf_stream.formats.torchscript import TensorArchive
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 DEFAULT_PATTERN = shard_pattern()
@@ -30,11 +31,16 @@ class TensorLike(Protocol):
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One safetensors file to be: its name, the bytes of its header, and where its tensors go."""
+    """One file to be: its name, the bytes of its header, and where its tensors go.
+
+    Attributes:
+        archive: None for a safetensors file; for a TorchScript archive, what is to be written after the tensor.
+    """
 
     name: str
     prefix: bytes
     header: Header
+    archive: TensorArchive | None = None
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
 from hf_stream.errors import LayoutError
+
+FileFormat: TypeAlias = Literal["safetensors", "torchscript"]
+SAFETENSORS: Final = "safetensors"
+TORCHSCRIPT: Final = "torchscript"
 
 AnyLayout: TypeAlias = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
@@ -34,3 +38,16 @@ def config_after(layout: AnyLayout | None, config: Mapping[str, Any]) -> Mapping
     new_config = getattr(layout, "new_config", None)
     changed: Mapping[str, Any] = config if new_config is None else new_config(config)
     return changed
+
+
+def file_format_of(layout: AnyLayout | None) -> FileFormat:
+    """The format in which what a layout makes is kept: safetensors, unless the layout has a `file_format`."""
+    chosen: FileFormat = getattr(layout, "file_format", SAFETENSORS)
+    return chosen
+
+
+def check_files(layout: AnyLayout | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let a layout that has a `check_files` look at what is to be written; it may warn."""
+    check = getattr(layout, "check_files", None)
+    if check is not None:
+        check(tensors)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from hf_stream.checkpoint.archives import ArchiveFile, find_archives
 from hf_stream.checkpoint.parts import find_parts, is_pattern, part_names
 from hf_stream.checkpoint.staging import check_settled
 from hf_stream.checkpoint.torch_state import Key
@@ -40,6 +41,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         key: Of the tensors in files of torch.save.
         verify: Whether to compare files of torch.save with their checksums.
         in_parts: Whether tensors of one name in several files are parts of one.
+        archives: Whether the files are TorchScript archives of one tensor each, named after it.
 
     Attributes:
         path: What was opened.
@@ -56,6 +58,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         key: Key | None = None,
         verify: bool = False,
         in_parts: bool = False,
+        archives: bool = False,
     ) -> None:
         self.path = path
         self.metadata: dict[str, str] = {}
@@ -67,7 +70,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
             if not location.is_file():
                 fact = "is not a regular file" if location.exists() else "does not exist"
                 raise CheckpointError(f"'{location}' {fact}; pass weight files, or a directory that holds them")
-            self.files[file] = open_weight_file(location, key=key, verify=verify)
+            self.files[file] = (
+                ArchiveFile(location, verify=verify) if archives else open_weight_file(location, key=key, verify=verify)
+            )
             self.metadata = {**self.files[file].metadata, **self.metadata}
         if in_parts:
             for file, names in zip(files, part_names([file.names for file in self.files.values()]), strict=True):
@@ -92,7 +97,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def _check_in_place(self, file: str, location: Path) -> None:
         """Refuse old files beside new ones: some were opened before somebody replaced the checkpoint, some after."""
         try:
-            there = os.path.samestat(os.stat(location), os.fstat(self.files[file].storage.fileno()))
+            status = os.stat(location)
+            there = self.files[file].storage.place == ("file", status.st_dev, status.st_ino)
         except FileNotFoundError:
             there = False
         if not there:
@@ -152,7 +158,8 @@ def open_checkpoint(source: str | os.PathLike[str], *, key: Key | None = None, v
             - a pattern such as "reshard-model_part-*.pt": the files that it finds, ordered by the numbers in their
               paths. If files have names in common, every tensor is called "{name}.part_{i}", i counting from 0;
             - a directory: with `model.safetensors`, else an index of safetensors files, else `pytorch_model.bin`, else
-              an index of such files, else all its safetensors files together.
+              an index of such files, else all its safetensors files together, else the partitions of SwiftTransformer:
+              a TorchScript archive for each tensor, which is called as the file is.
         key: Where in a file of torch.save the tensors are: "model" for `{"model": {...}, "args": {...}}`, "ema/model"
             or a sequence of keys further down, "" for the top. Not needed where only one dict has tensors.
         verify: Whether to read files of torch.save once and compare them with their checksums; others have none.
@@ -230,6 +237,8 @@ def _open_directory(path: Path, key: Key | None, verify: bool) -> Checkpoint:
             listed = ", ".join(f"'{name}'" for name in indices)
             raise CheckpointError(f"'{path}' has {len(indices)} index files ({listed}); pass the path of one of them")
     files = [name for name in names if name.endswith(_SUFFIX)]
+    if not files and (archives := find_archives(path, names)):
+        return Checkpoint(path, archives, verify=verify, archives=True)
     if not files:
         raise CheckpointError(
             f"'{path}' holds no {_SUFFIX} file, no {_BIN_WEIGHTS} and no index; pass the directory of a checkpoint, or "

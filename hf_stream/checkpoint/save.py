@@ -15,6 +15,7 @@ from hf_stream.copying.progress import Progress
 from hf_stream.copying.region import Region
 from hf_stream.lazy import write_into
 from hf_stream.storage.file import FileStorage
+from hf_stream.storage.reopened import ReopenedFile
 
 
 def save_checkpoint(
@@ -84,19 +85,23 @@ def reserve(staging: Staging, files: CheckpointFiles) -> dict[str, Region]:
     After this only finished shards and what belongs to this checkpoint are staged, and its space is reserved.
     """
     staging.keep([shard.name for shard in files.shards])
-    storages: dict[str, FileStorage] = {
-        shard.name: staging.create(shard.name, shard.header.nbytes)
-        for shard in files.shards
-        if shard.name not in staging.finished
-    }
+    storages: dict[str, FileStorage] = {}
+    for shard in files.shards:
+        if shard.name not in staging.finished:
+            storage = staging.create(shard.name, shard.header.nbytes)
+            if shard.archive is not None:
+                # One file for each tensor: too many to have all of them open.
+                storage.close()
+                storage = ReopenedFile(storage.name, "r+")
+            storages[shard.name] = storage
     for name, content in files.small.items():
         staging.write(name, content)
     regions = {}
     for shard in files.shards:
-        if storage := storages.get(shard.name):
-            storage.write_from(memoryview(shard.prefix), 0)
+        if (reserved := storages.get(shard.name)) is not None:
+            reserved.write_from(memoryview(shard.prefix), 0)
             for name, info in shard.header.tensors.items():
-                regions[name] = Region.contiguous(storage, info.torch_dtype, info.torch_shape, info.start)
+                regions[name] = Region.contiguous(reserved, info.torch_dtype, info.torch_shape, info.start)
     return regions
 
 

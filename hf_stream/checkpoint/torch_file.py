@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +35,13 @@ logger = logging.getLogger(__name__)
 # A pickle says where tensors are, and some plain values; the largest models have some megabytes of that.
 _MAX_PICKLE: Final = 1 << 30
 _CHUNK: Final = 1 << 20
+_MARKS: Final = {
+    "byteorder": rb"little",
+    "version": rb"([1-9]|10)\n?",
+    ".data/version": rb"([1-9]|10)\n?",
+    ".format_version": rb"[0-9]\n?",
+    ".storage_alignment": rb"[0-9]{1,9}\n?",
+}
 _CONTAINERS: Final = frozenset({dict, OrderedDict, Counter, list, tuple})
 _NO_VALUES: Final = frozenset({Refused, StorageRecord, Function, Inert, InertClass})
 
@@ -60,13 +68,20 @@ def open_torch_file(path: str | os.PathLike[str], *, verify: bool = False) -> An
 class TorchFile:
     """An open file of torch.save.
 
+    Args:
+        path: The file.
+        verify: Whether to read everything once and compare it with the file's checksums.
+        storage: The same file, where it is open already.
+
     Attributes:
         storage: The file.
         state: What was saved, with a `TensorRecord` for each tensor.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, verify: bool = False) -> None:
-        self.storage = FileStorage(path)
+    def __init__(
+        self, path: str | os.PathLike[str], *, verify: bool = False, storage: FileStorage | None = None
+    ) -> None:
+        self.storage = storage or FileStorage(path)
         self.name = self.storage.name
         # Equal storages of the pickle are one; here is where each of them is.
         self._places: dict[str, tuple[Storage, int]] = {}
@@ -89,11 +104,7 @@ class TorchFile:
         found = {name[len(folder) + 1 :]: record for name, record in records.items() if name.startswith(folder + "/")}
         if not slash or "data.pkl" not in found:
             raise FormatError(f"'{self.name}' is a zip archive without 'data.pkl': torch.save did not write it")
-        if "byteorder" in found and (order := self._content(found["byteorder"])) != b"little":
-            raise FormatError(
-                f"'{self.name}': the record 'byteorder' says {order!r:.40}, known is 'little'; "
-                "load the file with torch and save it again, if it is right"
-            )
+        self._check_marks(found)
         if verify:
             self._verify(records.values())
         data, name = self._content(found["data.pkl"]), f"{self.name}: {folder}/data.pkl"
@@ -109,6 +120,17 @@ class TorchFile:
         for storage in storages.values():
             self._places[storage.key] = self._place(storage, found)
         return state
+
+    def _check_marks(self, found: Mapping[str, Record]) -> None:
+        """Refuse what torch would read in another way, or not at all."""
+        if "version" not in found and ".data/version" not in found:
+            raise FormatError(f"'{self.name}' has no record 'version': torch cannot read it either. Get it again.")
+        for mark, pattern in _MARKS.items():
+            if mark in found and not re.fullmatch(pattern, content := self._content(found[mark])):
+                raise FormatError(
+                    f"'{self.name}': the record '{mark}' says {content!r:.40}, which is not known; "
+                    "if the file is right, load it with torch and save it again"
+                )
 
     def _content(self, record: Record) -> bytes:
         """All of a small record, with its checksum compared."""

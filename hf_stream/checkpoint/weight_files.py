@@ -98,15 +98,19 @@ class TorchStateFile:
         self.names = self._records.keys()
 
     def facts(self, name: str) -> TensorFacts:
-        record = self._records[name]
-        dtype = NAMES.get(record.dtype, str(record.dtype).removeprefix("torch."))
-        shape = record.size
-        if dtype == "F4" and shape:
-            shape = (*shape[:-1], shape[-1] * 2)
-        return TensorFacts(dtype, shape, math.prod(record.size) * record.dtype.itemsize)
+        return facts_of(self._records[name])
 
     def lazy(self, name: str) -> LazyTensor:
         return self._file.plain(self._records[name])
+
+
+def facts_of(record: TensorRecord) -> TensorFacts:
+    """What is known of a tensor in a file of torch.save."""
+    dtype = NAMES.get(record.dtype, str(record.dtype).removeprefix("torch."))
+    shape = record.size
+    if dtype == "F4" and shape:
+        shape = (*shape[:-1], shape[-1] * 2)
+    return TensorFacts(dtype, shape, math.prod(record.size) * record.dtype.itemsize)
 
 
 def open_weight_file(path: str | os.PathLike[str], *, key: Key | None = None, verify: bool = False) -> WeightFile:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from hf_stream.checkpoint.mapping import config_after
+from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of
 from hf_stream.errors import LayoutError
 
 
@@ -94,6 +94,15 @@ class Chain(Composable):
         for link in self.links:
             config = config_after(link, config)
         return config
+
+    @property
+    def file_format(self) -> FileFormat:
+        """That of the last layout."""
+        return file_format_of(self.links[-1])
+
+    def check_files(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let the last layout look at what is to be written."""
+        check_files(self.links[-1], tensors)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.links))

@@ -58,6 +58,7 @@ def divide(weights: Mapping[str, torch.Tensor], tp: int, heads: Heads) -> dict[s
         layer, module, kind = _split_name(name)
         if module in _SEPARATE[1:]:
             continue
+        pieces: Sequence[torch.Tensor]
         if module == _SEPARATE[0]:
             three = [weights[f"{layer}{separate}.{kind}"] for separate in _SEPARATE]
             pieces = _divide_qkv(three, heads, tp)
@@ -127,18 +128,12 @@ def _divide(name: str, tensor: torch.Tensor, dim: int, tp: int) -> Sequence[torc
 
 def _divide_qkv(three: Sequence[torch.Tensor], heads: Heads, tp: int) -> list[torch.Tensor]:
     """Query, key and value [heads * dim, hidden] or [heads * dim] to [hidden, heads, dim] or [heads, dim] each."""
-    shares = heads.shares(tp)
-    starts = [[0, *accumulate(column)] for column in zip(*shares, strict=True)]
-    return [
-        torch.cat(
-            [
-                tensor[start[i] * heads.dim : start[i + 1] * heads.dim].t().unflatten(-1, (share[x], heads.dim))
-                for x, (tensor, start) in enumerate(zip(three, starts, strict=True))
-            ],
-            -2,
-        )
-        for i, share in enumerate(shares)
+    numbers = (heads.query, heads.key, heads.key)
+    pieces = [
+        tensor.t().reshape(*tensor.shape[1:], number, heads.dim).split(_shares(number, tp), -2)  # type: ignore[no-untyped-call]
+        for tensor, number in zip(three, numbers, strict=True)
     ]
+    return [torch.cat(group, -2) for group in zip(*pieces, strict=True)]
 
 
 def _join_qkv(name: str, pieces: Sequence[torch.Tensor], heads: Heads) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import ClassVar, Final
 
 import torch
 
+from hf_stream.checkpoint.mapping import TORCHSCRIPT, FileFormat
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.composable import Composable
 from hf_stream.layouts.meta_llama import META_LLAMA_PARTS, meta_llama
@@ -77,7 +78,7 @@ class SwiftTransformer(Composable):
     kv_heads: int | None
     head_dim: int | None
 
-    file_format: ClassVar[str] = "torchscript"
+    file_format: ClassVar[FileFormat] = TORCHSCRIPT
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         family, whole = self._whole(tensors)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -29,6 +30,11 @@ class FileIdentity(NamedTuple):
     inode: int
     nbytes: int
     mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        """That of the file which has this status."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class FileStorage(Storage):
@@ -100,6 +106,11 @@ class FileStorage(Storage):
             raise ValueError(f"'{self.name}' is closed")
         return self._fd
 
+    @contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """A descriptor that is open as long as the context is."""
+        yield self.fileno()
+
     @property
     def place(self) -> Hashable:
         """Device and inode: other names of the file are the same place."""
@@ -108,12 +119,13 @@ class FileStorage(Storage):
     @property
     def identity(self) -> Hashable:
         """The file's `FileIdentity` as it is now."""
-        status = os.fstat(self.fileno())
-        return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        with self.descriptor() as fd:
+            return FileIdentity.of(os.fstat(fd))
 
     def fsync(self) -> None:
         """Wait until what was written is on the disk."""
-        os.fsync(self.fileno())
+        with self.descriptor() as fd:
+            os.fsync(fd)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from the file at `offset`."""
@@ -135,25 +147,25 @@ class FileStorage(Storage):
         self, call: Callable[[int, list[memoryview], int], int], buffers: Sequence[memoryview], offset: int
     ) -> None:
         """Repeat the system call until every byte has moved; Python itself repeats it after a signal (EINTR)."""
-        fd = self.fileno()
         pending = [buffer for buffer in buffers if len(buffer)]
-        while pending:
-            batch = pending[:MAX_BUFFERS]
-            moved = call(fd, batch, offset)
-            if moved == 0:
-                wanted = offset + sum(map(len, pending))
-                raise CopyError(
-                    f"'{self.name}' ends at byte {os.fstat(fd).st_size}, bytes {offset} to {wanted} were wanted. "
-                    "The file is truncated or was changed while in use."
-                )
-            offset += moved
-            done = 0
-            while done < len(batch) and moved >= len(batch[done]):
-                moved -= len(batch[done])
-                done += 1
-            pending = pending[done:]
-            if moved:
-                pending[0] = pending[0][moved:]
+        with self.descriptor() as fd:
+            while pending:
+                batch = pending[:MAX_BUFFERS]
+                moved = call(fd, batch, offset)
+                if moved == 0:
+                    wanted = offset + sum(map(len, pending))
+                    raise CopyError(
+                        f"'{self.name}' ends at byte {os.fstat(fd).st_size}, bytes {offset} to {wanted} were wanted. "
+                        "The file is truncated or was changed while in use."
+                    )
+                offset += moved
+                done = 0
+                while done < len(batch) and moved >= len(batch[done]):
+                    moved -= len(batch[done])
+                    done += 1
+                pending = pending[done:]
+                if moved:
+                    pending[0] = pending[0][moved:]
 
     def copy_to(self, target: FileStorage, offset: int, target_offset: int, nbytes: int) -> int:
         """Copy bytes to another file inside the kernel, as many as it does in one go.
@@ -164,7 +176,8 @@ class FileStorage(Storage):
         if not hasattr(os, "copy_file_range"):
             return 0
         try:
-            return os.copy_file_range(self.fileno(), target.fileno(), nbytes, offset, target_offset)
+            with self.descriptor() as fd, target.descriptor() as target_fd:
+                return os.copy_file_range(fd, target_fd, nbytes, offset, target_offset)
         except OSError as error:
             if error.errno in _NO_COPY_FILE_RANGE:
                 return 0
@@ -184,11 +197,12 @@ class FileStorage(Storage):
         elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         stop = offset + elements * dtype.itemsize
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        if os.fstat(self.fileno()).st_size < stop:
-            raise CopyError(f"'{self.name}' ends before byte {stop}: bytes {offset} to {stop} were wanted.")
         # A private mapping is writable for torch.frombuffer's sake; nobody writes, so it stays page cache.
         flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
-        pages = mmap.mmap(self._fd, stop - start, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
+        with self.descriptor() as fd:
+            if os.fstat(fd).st_size < stop:
+                raise CopyError(f"'{self.name}' ends before byte {stop}: bytes {offset} to {stop} were wanted.")
+            pages = mmap.mmap(fd, stop - start, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
         flat = torch.frombuffer(pages, dtype=torch.uint8, offset=offset - start, count=stop - offset)
         return flat.view(dtype).as_strided(tuple(size), tuple(stride))
 
@@ -210,8 +224,8 @@ class FileStorage(Storage):
             return tensor.reshape(tuple(size))
         if self._mapping is None:
             # Through the descriptor, not the path, so that a file put in its place is never read.
-            path = f"/dev/fd/{self.fileno()}"
-            self._mapping = torch.UntypedStorage.from_file(path, shared=False, nbytes=self.nbytes)
+            with self.descriptor() as fd:
+                self._mapping = torch.UntypedStorage.from_file(f"/dev/fd/{fd}", shared=False, nbytes=self.nbytes)
         part = self._mapping[offset : offset + count * dtype.itemsize]
         tensor.set_(part, 0, (count,), (1,))
         return tensor.view(tuple(size))

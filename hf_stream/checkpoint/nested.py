@@ -13,12 +13,17 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from hf_stream.checkpoint.beside import open_beside
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles
 from hf_stream.checkpoint.nested_leaves import ARRAY, LeafReader, LeafWriter
 from hf_stream.checkpoint.nested_structure import STRUCTURE, STRUCTURE_TENSOR, read_structure, structure_metadata
+from hf_stream.checkpoint.nested_walk import first_difference, load_state
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging, check_settled
+from hf_stream.checkpoint.state_files import is_structured, open_safetensors_state, open_state
+from hf_stream.checkpoint.torch_file import open_torch_file
+from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import CheckpointError, FormatError
@@ -31,6 +36,7 @@ _SUFFIX: Final = ".safetensors"
 _FILE: Final = "state.safetensors"
 _INDEX: Final = _FILE + ".index.json"
 _NO_LIMIT: Final = 1 << 63
+_OURS: Final = object()
 
 
 def save_nested(
@@ -103,22 +109,30 @@ def save_nested(
     return target
 
 
-def open_nested(path: str | os.PathLike[str]) -> Any:
-    """Open what `save_nested` wrote; reads headers and nothing else.
+def open_nested(path: str | os.PathLike[str], *, prefer_safetensors: bool = True, skip_unreadable: bool = False) -> Any:
+    """Open a nested state: what `save_nested` or torch.save wrote, or OLMo to safetensors; reads headers and values.
 
     Args:
-        path: The file or the directory.
+        path: The file or the directory. What is in a safetensors file says who wrote it.
+        prefer_safetensors: Whether to read, in the place of a file of torch.save, the safetensors file of the same name
+            beside it, if that is not older and holds the same tensors and values by their types and shapes. If the
+            file itself is not there, the other one is read.
+        skip_unreadable: Whether to leave out, with a warning, what in a file of OLMo is a pickle of more than plain
+            values, instead of refusing the file.
 
     Returns:
         The nesting, with LazyTensors at its leaves. The same tensor in two places is the same LazyTensor; views that
         shared memory are views of one file, and are read apart. Numpy arrays are private mappings of the file, read
-        when they are used.
+        when they are used. From a file of OLMo come dicts in dicts, in the order of the file, and none that was empty.
 
     Raises:
-        FormatError: A header, an index or the structure is not what its format says.
-        CheckpointError: There is nothing to open, it is not whole, or it was not made by `save_nested`.
+        FormatError: A header, an index, a structure or a pickle is not what its format says, or holds what is no data.
+        CheckpointError: There is nothing to open, it is not whole, or it is no nested state.
     """
-    checkpoint, tree = _open(path)
+    source, state = _find(Path(path), prefer_safetensors, skip_unreadable)
+    if state is not _OURS:
+        return state
+    checkpoint, tree = _open(source)
     return _build(checkpoint, tree, LeafReader(checkpoint, _mapped_array))
 
 
@@ -126,14 +140,18 @@ def load_nested(
     path: str | os.PathLike[str],
     device: torch.device | str | None = None,
     *,
+    prefer_safetensors: bool = True,
+    skip_unreadable: bool = False,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Any:
-    """Load what `save_nested` wrote, all tensors at once and in parallel.
+    """Load what `open_nested` opens, all tensors at once and in parallel.
 
     Args:
         path: The file or the directory.
         device: Where to put the tensors; the CPU by default, wherever they were.
+        prefer_safetensors: As for `open_nested`.
+        skip_unreadable: As for `open_nested`.
         buffer_size: Bytes in flight beyond the result, at most.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -142,11 +160,14 @@ def load_nested(
         the CPU only).
 
     Raises:
-        FormatError: A header, an index or the structure is not what its format says.
-        CheckpointError: There is nothing to open, it is not whole, or it was not made by `save_nested`.
+        FormatError: A header, an index, a structure or a pickle is not what its format says, or holds what is no data.
+        CheckpointError: There is nothing to open, it is not whole, or it is no nested state.
         CopyError: Reading failed.
     """
-    checkpoint, tree = _open(path)
+    source, state = _find(Path(path), prefer_safetensors, skip_unreadable)
+    if state is not _OURS:
+        return load_state(state, device, buffer_size=buffer_size, progress=progress)
+    checkpoint, tree = _open(source)
     reader = LeafReader(checkpoint, _no_array)
     _build(checkpoint, tree, reader)  # nothing is read before all of it is known to be right
     lazies = {
@@ -155,6 +176,21 @@ def load_nested(
     }
     tensors = materialize(lazies, buffer_size=buffer_size, progress=progress, desc="Loading")
     return decode_structure(tree, LeafReader(tensors, lambda tensor: tensor.cpu().numpy()))
+
+
+def _find(path: Path, prefer_safetensors: bool, skip_unreadable: bool) -> tuple[Path, Any]:
+    """The path to read, and the nesting there, or `_OURS` if `save_nested` wrote it."""
+
+    def state_of(file: Path) -> Any:
+        return open_safetensors_state(file, skip_unreadable=skip_unreadable)
+
+    if path.suffix in TORCH_SUFFIXES and not path.is_dir():
+        beside = prefer_safetensors and open_beside(path, state_of, open_torch_file, first_difference)
+        if beside:
+            other, state = beside
+            return other, _OURS if is_structured(other) else state
+    opened = open_state(path, skip_unreadable=skip_unreadable) if path.is_file() else None
+    return path, _OURS if opened is None else opened.state
 
 
 def _pattern(file: str) -> str:
@@ -175,7 +211,7 @@ def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, Any]:
     text = texts.pop()
     if text is None:
         raise CheckpointError(
-            f"'{path}' has tensors but no structure: save_nested did not make it; use open_checkpoint for its "
+            f"'{path}' has tensors but no structure: neither save_nested nor OLMo made it; use open_checkpoint for its "
             f"{len(checkpoint)} tensors by name"
         )
     try:

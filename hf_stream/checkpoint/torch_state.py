@@ -8,17 +8,19 @@ from typing import Any, Final
 from hf_stream.errors import CheckpointError
 from hf_stream.formats.nested_paths import path_of
 from hf_stream.formats.torch_pickle import Refused, TensorRecord
+from hf_stream.lazy import LazyTensor
 
 Key = str | Sequence[object]
 
 _LISTED: Final = 8
+_TENSORS: Final = (TensorRecord, Refused, LazyTensor)
 
 
-def named_tensors(state: Any, key: Key | None, name: str) -> dict[str, TensorRecord | Refused]:
+def named_tensors(state: Any, key: Key | None, name: str) -> dict[str, Any]:
     """The tensors that stand directly in a dict (or a list) of the state, by their keys.
 
     Args:
-        state: What the file holds.
+        state: What the file holds, with LazyTensors, or with records in the place of tensors.
         key: Where the dict is: "model", "ema/model" or "ema.model", or the keys one by one; "" for the top. None is the
             top as well if tensors stand there alone, and else the one dict of tensors that there is.
         name: What errors call the file.
@@ -62,9 +64,9 @@ def _items(value: Any) -> list[tuple[Any, Any]] | None:
 
 def _direct(value: Any) -> list[tuple[Any, Any]]:
     """The tensors in a container, with their keys; a tensor by itself has none."""
-    if isinstance(value, TensorRecord | Refused):
+    if isinstance(value, _TENSORS):
         return [(None, value)]
-    return [(at, item) for at, item in _items(value) or () if isinstance(item, TensorRecord | Refused)]
+    return [(at, item) for at, item in _items(value) or () if isinstance(item, _TENSORS)]
 
 
 def _dicts_of_tensors(state: Any) -> Iterator[tuple[str, Any]]:

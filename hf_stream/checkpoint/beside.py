@@ -1,0 +1,86 @@
+"""A safetensors file beside a file of torch.save: whether it is read in its place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX
+from hf_stream.errors import FormatError, HfStreamError
+from hf_stream.formats.zip_records import SIGNATURE
+
+logger = logging.getLogger(__name__)
+
+Opened = TypeVar("Opened")
+
+
+def safetensors_beside(path: Path) -> Path | None:
+    """`foo.safetensors` for `foo.pt`, if it is there and not older, or if `foo.pt` is not there."""
+    other = path.with_suffix(SAFETENSORS_SUFFIX)
+    if not other.is_file():
+        return None
+    if path.exists() and other.stat().st_mtime_ns < path.stat().st_mtime_ns:
+        logger.info("'%s' is older than '%s', and is not read in its place", other, path.name)
+        return None
+    return other
+
+
+def open_beside(
+    path: Path,
+    open_safetensors: Callable[[Path], Opened],
+    open_torch: Callable[[Path], Opened],
+    difference: Callable[[Opened, Opened], str | None],
+) -> tuple[Path, Opened] | None:
+    """Open what is beside a file of torch.save in its place, if it is the same by all that can be told without reading.
+
+    A file of torch.save that cannot be opened itself, or only by loading all of it, is not compared.
+
+    Args:
+        path: The file of torch.save.
+        open_safetensors: Opens the other one.
+        open_torch: Opens the file itself.
+        difference: Says how the second of two opened ones differs from the first, or None.
+
+    Returns:
+        What was opened and where, or None if the file itself is to be read.
+    """
+    other = safetensors_beside(path)
+    if other is None:
+        return None
+    try:
+        opened = open_safetensors(other)
+        fact = _differs(path, opened, open_torch, difference)
+    except HfStreamError as error:
+        if not path.exists():
+            raise
+        fact = str(error)
+    if fact is not None:
+        logger.warning(
+            "'%s' is not read in the place of '%s', as it is no conversion of it: %s", other, path.name, fact
+        )
+        return None
+    logger.info("'%s' is read in the place of '%s'", other, path.name)
+    return other, opened
+
+
+def _differs(
+    path: Path,
+    opened: Opened,
+    open_torch: Callable[[Path], Opened],
+    difference: Callable[[Opened, Opened], str | None],
+) -> str | None:
+    if not path.exists() or not _is_zip(path):
+        return None
+    try:
+        itself = open_torch(path)
+    except FormatError as error:
+        logger.info("'%s' cannot be read itself: %s", path, error)
+        return None
+    return difference(itself, opened)
+
+
+def _is_zip(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(SIGNATURE)) == SIGNATURE

@@ -61,6 +61,7 @@ class Conversion:
         dtype: What floating-point tensors become, or None.
         file: The name of the one file that is to be written, or None for a directory.
         layout: What made the tensors of the source's, or None.
+        format: Of the weight files.
     """
 
     source: Checkpoint
@@ -70,6 +71,7 @@ class Conversion:
     dtype: torch.dtype | None
     file: str | None = None
     layout: AnyLayout | None = None
+    format: FileFormat = SAFETENSORS
 
     @property
     def directory(self) -> Path:
@@ -119,7 +121,7 @@ def plan_conversion(
 ) -> Conversion:
     """Work out what `convert` would do; reads headers only. Arguments and errors as there; by default a directory."""
     file = _single_file(destination)
-    as_archives = _file_format(format, layout, destination if file else None) == TORCHSCRIPT
+    format = _file_format(format, layout, destination if file else None)
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     with collector_paused():
         tensors = apply_layout(layout, checkpoint)
@@ -128,7 +130,7 @@ def plan_conversion(
         check_files(layout, tensors)
         files = (
             plan_archives(tensors)
-            if as_archives
+            if format == TORCHSCRIPT
             else CheckpointFiles.plan(
                 tensors,
                 max_shard_size=max_shard_size if file is None else _NO_LIMIT,
@@ -136,7 +138,7 @@ def plan_conversion(
                 pattern=DEFAULT_PATTERN if file is None else _pattern(file),
             )
         )
-    conversion = Conversion(checkpoint, tensors, files, (), dtype, file, layout)
+    conversion = Conversion(checkpoint, tensors, files, (), dtype, file, layout, format)
     if checkpoint.path.is_dir() or checkpoint.path.suffix == _INDEX_SUFFIX:  # who names one file means one file
         conversion = dataclasses.replace(conversion, carried=tuple(find_carried(conversion.directory)))
     return conversion
@@ -297,9 +299,8 @@ def _check_apart(source: Checkpoint, directory: Path, file: str | None) -> None:
 def _differences(
     conversion: Conversion, directory: Path, buffer_size: int, progress: bool | Progress | None
 ) -> Differences:
-    shards = conversion.files.shards
-    archives = shards[0].archive is not None
-    written = Checkpoint(directory, {shard.name: directory / shard.name for shard in shards}, archives=archives)
+    files = {shard.name: directory / shard.name for shard in conversion.files.shards}
+    written = Checkpoint(directory, files, archives=conversion.format == TORCHSCRIPT)
     return verify_checkpoints(written, conversion.tensors, buffer_size=buffer_size, progress=progress)
 
 

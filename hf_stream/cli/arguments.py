@@ -9,6 +9,7 @@ import click
 import torch
 
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE
+from hf_stream.checkpoint.mapping import SAFETENSORS, TORCHSCRIPT
 from hf_stream.errors import FormatError
 from hf_stream.formats.dtypes import TORCH_DTYPES
 from hf_stream.formats.shards import parse_size
@@ -86,7 +87,7 @@ def layout_options(command: Command) -> Command:
 
 
 def output_options(command: Command) -> Command:
-    """Add `--dtype` and `--max-shard-size`."""
+    """Add `--dtype`, `--max-shard-size` and `--format`."""
     dtype = click.option(
         "--dtype",
         type=DtypeParam(),
@@ -99,4 +100,11 @@ def output_options(command: Command) -> Command:
         metavar="SIZE",
         help=f"Begin a new file beyond this, in bytes or like 200MB.  [default: {DEFAULT_MAX_SHARD_SIZE}]",
     )
-    return dtype(max_shard_size(command))
+    file_format = click.option(
+        "--format",
+        "file_format",
+        type=click.Choice([SAFETENSORS, TORCHSCRIPT]),
+        help=f"{TORCHSCRIPT} writes a TorchScript archive for each tensor, as SwiftTransformer loads them.  [default: "
+        f"{TORCHSCRIPT} with --layout swift-transformer, else {SAFETENSORS}]",
+    )
+    return dtype(max_shard_size(file_format(command)))

@@ -12,6 +12,7 @@ import torch
 
 from hf_stream.checkpoint import Conversion, open_checkpoint, plan_conversion, run_conversion
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, ShardFile
+from hf_stream.checkpoint.mapping import TORCHSCRIPT, FileFormat
 from hf_stream.cli.arguments import key_option, layout_options, output_options, quiet_option, source_argument
 from hf_stream.cli.layout import chosen_layout
 from hf_stream.cli.program import say
@@ -40,6 +41,7 @@ def convert(
     inverse: bool,
     dtype: torch.dtype | None,
     max_shard_size: int | None,
+    file_format: FileFormat | None,
     verify: bool,
     resume: bool,
     quiet: bool,
@@ -58,10 +60,16 @@ def convert(
         layout=chosen_layout(specs, inverse, source),
         dtype=dtype,
         max_shard_size=max_shard_size or DEFAULT_MAX_SHARD_SIZE,
+        format=file_format,
     )
     if conversion.file and max_shard_size:
         raise click.UsageError(
             f"--max-shard-size splits into several files, but DST '{destination}' is one; give a directory.",
+            click.get_current_context(),
+        )
+    if conversion.format == TORCHSCRIPT and max_shard_size:
+        raise click.UsageError(
+            "--max-shard-size has no meaning for TorchScript files, which hold one tensor each.",
             click.get_current_context(),
         )
     try:

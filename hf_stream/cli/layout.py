@@ -14,7 +14,7 @@ import torch
 
 from hf_stream import layouts
 from hf_stream.checkpoint import AnyLayout, apply_layout
-from hf_stream.checkpoint.mapping import config_after
+from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of
 from hf_stream.errors import CheckpointError, HfStreamError, LayoutError
 from hf_stream.layouts.registry import takes_path
 
@@ -62,6 +62,13 @@ class _Steps:
         for _, step in self.steps:
             config = config_after(step, config)
         return config
+
+    @property
+    def file_format(self) -> FileFormat:
+        return file_format_of(self.steps[-1][1])
+
+    def check_files(self, tensors: Tensors) -> None:
+        check_files(self.steps[-1][1], tensors)
 
 
 def _config_beside(source: Path) -> dict[str, object] | None:

@@ -11,6 +11,7 @@ import torch
 
 from hf_stream.checkpoint import Conversion, open_checkpoint, plan_conversion
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE
+from hf_stream.checkpoint.mapping import FileFormat
 from hf_stream.cli.arguments import json_option, key_option, layout_options, output_options, source_argument
 from hf_stream.cli.layout import chosen_layout
 from hf_stream.cli.text import count, size, table
@@ -29,6 +30,7 @@ def plan(
     inverse: bool,
     dtype: torch.dtype | None,
     max_shard_size: int | None,
+    file_format: FileFormat | None,
     as_json: bool,
 ) -> None:
     """Show what `convert` with the same options would read and write.
@@ -40,6 +42,7 @@ def plan(
         layout=chosen_layout(specs, inverse, source),
         dtype=dtype,
         max_shard_size=max_shard_size or DEFAULT_MAX_SHARD_SIZE,
+        format=file_format,
     )
     click.echo(_as_json(conversion) if as_json else _as_text(conversion))
 

@@ -17,6 +17,7 @@ from hf_stream.layouts.registry import get, load, names
 from hf_stream.layouts.reshaping import Cast, Rearrange, Slice, Transpose
 from hf_stream.layouts.rule import Rule
 from hf_stream.layouts.stacked_experts import stacked_experts
+from hf_stream.layouts.swift_transformer import swift_transformer
 
 __all__ = [
     "AnyLayout",
@@ -46,4 +47,5 @@ __all__ = [
     "packed_gate_up",
     "packed_qkv",
     "stacked_experts",
+    "swift_transformer",
 ]

@@ -24,6 +24,7 @@ from hf_stream.layouts.packed_gate_up import packed_gate_up
 from hf_stream.layouts.packed_qkv import packed_qkv
 from hf_stream.layouts.sizes import quantized_blocks
 from hf_stream.layouts.stacked_experts import stacked_experts
+from hf_stream.layouts.swift_transformer import swift_transformer
 
 _READY_MADE: dict[str, tuple[str, Callable[[Any], TwoWay]]] = {
     "packed-qkv": (
@@ -65,6 +66,10 @@ _READY_MADE: dict[str, tuple[str, Callable[[Any], TwoWay]]] = {
     "meta-llama": (
         "Llama of Meta, one file or parts, as transformers has it",
         meta_llama,
+    ),
+    "swift-transformer": (
+        "OPT or Llama, of metaseq, Meta or transformers, in the 8 partitions of SwiftTransformer",
+        lambda config: swift_transformer(config=config),
     ),
 }
 

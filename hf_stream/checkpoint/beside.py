@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX
+from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFile
 from hf_stream.errors import FormatError, HfStreamError
 from hf_stream.formats.zip_records import SIGNATURE
 
@@ -51,18 +51,29 @@ def open_beside(
         return None
     try:
         opened = open_safetensors(other)
-        fact = _differs(path, opened, open_torch, difference)
     except HfStreamError as error:
         if not path.exists():
             raise
-        fact = str(error)
+        # A key that leads nowhere is no fault of the file.
+        level = logging.WARNING if isinstance(error, FormatError) else logging.INFO
+        logger.log(level, "'%s' is not read in the place of '%s': %s", other, path.name, error)
+        return None
+    fact = _differs(path, opened, open_torch, difference)
     if fact is not None:
-        logger.warning(
-            "'%s' is not read in the place of '%s', as it is no conversion of it: %s", other, path.name, fact
-        )
+        logger.warning("'%s' is not read in the place of '%s', and is no conversion of it: %s", other, path.name, fact)
         return None
     logger.info("'%s' is read in the place of '%s'", other, path.name)
     return other, opened
+
+
+def first_change(a: WeightFile, b: WeightFile) -> str | None:
+    """How the names, types or shapes in the second file differ from those in the first, in words, or None."""
+    there, here = ({name: file.facts(name) for name in file.names} for file in (a, b))
+    for name, facts in there.items():
+        if here.get(name) != facts:
+            return f"'{name}' is {'another one' if name in here else 'missing'}"
+    more = next((name for name in here if name not in there), None)
+    return None if more is None else f"'{more}' is new"
 
 
 def _differs(

@@ -77,11 +77,10 @@ def load_state(
     loaded: dict[int, torch.Tensor] = {}
     for (name, lazy), (base, view) in zip(named, places, strict=True):
         tensor = real[base]
+        if view is not None:
+            tensor = tensor.detach().as_strided(view.size, view.stride, view.offset)
         if name != base:
-            tensor = (
-                tensor.detach() if view is None else tensor.detach().as_strided(view.size, view.stride, view.offset)
-            )
-            tensor = dressed(tensor, lazy)
+            tensor = dressed(tensor.detach(), lazy)
         if lazy.requires_grad and not tensor.requires_grad:
             tensor.requires_grad_()
         loaded[id(lazy)] = tensor

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from hf_stream.checkpoint.archives import ArchiveFile, find_archives
+from hf_stream.checkpoint.beside import first_change, open_beside
 from hf_stream.checkpoint.parts import find_parts, is_pattern, part_names
 from hf_stream.checkpoint.staging import check_settled
+from hf_stream.checkpoint.state_files import open_file, open_file_as_state
 from hf_stream.checkpoint.torch_state import Key
 from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX as _SUFFIX
-from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES, SafetensorsFile, TensorFacts, WeightFile, open_weight_file
+from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES, SafetensorsFile, TensorFacts, TorchStateFile, WeightFile
 from hf_stream.errors import CheckpointError
 from hf_stream.formats import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, Header, read_index
 from hf_stream.lazy import LazyTensor
@@ -42,6 +44,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         verify: Whether to compare files of torch.save with their checksums.
         in_parts: Whether tensors of one name in several files are parts of one.
         archives: Whether the files are TorchScript archives of one tensor each, named after it.
+        opened: Those of the files that are open already.
 
     Attributes:
         path: What was opened.
@@ -59,6 +62,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         verify: bool = False,
         in_parts: bool = False,
         archives: bool = False,
+        opened: Mapping[str, WeightFile] | None = None,
     ) -> None:
         self.path = path
         self.metadata: dict[str, str] = {}
@@ -70,9 +74,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
             if not location.is_file():
                 fact = "is not a regular file" if location.exists() else "does not exist"
                 raise CheckpointError(f"'{location}' {fact}; pass weight files, or a directory that holds them")
-            self.files[file] = (
-                ArchiveFile(location, verify=verify) if archives else open_weight_file(location, key=key, verify=verify)
-            )
+            if opened and file in opened:
+                self.files[file] = opened[file]
+            elif archives:
+                self.files[file] = ArchiveFile(location, verify=verify)
+            else:
+                self.files[file] = open_file(location, key=key, verify=verify)
             self.metadata = {**self.files[file].metadata, **self.metadata}
         if in_parts:
             for file, names in zip(files, part_names([file.names for file in self.files.values()]), strict=True):
@@ -148,21 +155,31 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return {name: file.header for name, file in self.files.items() if isinstance(file, SafetensorsFile)}
 
 
-def open_checkpoint(source: str | os.PathLike[str], *, key: Key | None = None, verify: bool = False) -> Checkpoint:
+def open_checkpoint(
+    source: str | os.PathLike[str],
+    *,
+    key: Key | None = None,
+    verify: bool = False,
+    prefer_safetensors: bool = True,
+) -> Checkpoint:
     """Open a checkpoint; reads headers and nothing else.
 
     Args:
         source: One of
-            - a safetensors file, or a file of torch.save (.pt, .bin, .pth, .ckpt),
+            - a safetensors file, also one of OLMo, or a file of torch.save (.pt, .bin, .pth, .ckpt),
             - an index file,
             - a pattern such as "reshard-model_part-*.pt": the files that it finds, ordered by the numbers in their
               paths. If files have names in common, every tensor is called "{name}.part_{i}", i counting from 0;
             - a directory: with `model.safetensors`, else an index of safetensors files, else `pytorch_model.bin`, else
               an index of such files, else all its safetensors files together, else the partitions of SwiftTransformer:
               a TorchScript archive for each tensor, which is called as the file is.
-        key: Where in a file of torch.save the tensors are: "model" for `{"model": {...}, "args": {...}}`, "ema/model"
-            or a sequence of keys further down, "" for the top. Not needed where only one dict has tensors.
+        key: Where in a file of torch.save, of OLMo or of `save_nested` the tensors are: "model" for
+            `{"model": {...}, "args": {...}}`, "ema/model" or a sequence of keys further down, "" for the top. Not
+            needed where only one dict has tensors. Without it, all tensors of `save_nested` are there, by their paths.
         verify: Whether to read files of torch.save once and compare them with their checksums; others have none.
+        prefer_safetensors: Whether to read, in the place of one file of torch.save, the safetensors file of the same
+            name beside it, if that is not older and has the same names, types and shapes, and the file is not to be
+            verified. If the file itself is not there, the other one is read.
 
     Returns:
         A mapping of names to LazyTensors: `checkpoint["lm_head.weight"][:8].materialize()` reads eight rows.
@@ -173,17 +190,19 @@ def open_checkpoint(source: str | os.PathLike[str], *, key: Key | None = None, v
             has, two files hold one name, the key is missing or wrong, or the files are being replaced.
     """
     try:
-        return _open(Path(source), key, verify)
+        return _open(Path(source), key, verify, prefer_safetensors)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"'{os.fspath(source)}': '{error.filename}' went away while it was being opened; open it again"
         ) from error
 
 
-def _open(path: Path, key: Key | None, verify: bool) -> Checkpoint:
+def _open(path: Path, key: Key | None, verify: bool, prefer_safetensors: bool) -> Checkpoint:
     if path.is_dir():
         check_settled(path)
         return _open_directory(path, key, verify)
+    if path.suffix in TORCH_SUFFIXES and prefer_safetensors and not verify and (beside := _open_beside(path, key)):
+        return beside
     if not path.exists():
         if is_pattern(str(path)):
             return _open_parts(path, key, verify)
@@ -197,6 +216,19 @@ def _open(path: Path, key: Key | None, verify: bool) -> Checkpoint:
         f"'{path}' is neither a directory nor a weight file ({', '.join((_SUFFIX, *TORCH_SUFFIXES))}) nor an index; "
         "pass one of these, or convert it first"
     )
+
+
+def _open_beside(path: Path, key: Key | None) -> Checkpoint | None:
+    opened = open_beside(
+        path,
+        lambda other: open_file_as_state(other, key=key),
+        lambda itself: TorchStateFile(itself, key=key),
+        first_change,
+    )
+    if opened is None:
+        return None
+    other, file = opened
+    return Checkpoint(other, {other.name: other}, opened={other.name: file})
 
 
 def open_files(

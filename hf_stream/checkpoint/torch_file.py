@@ -40,6 +40,7 @@ _MARKS: Final = {
     "version": rb"([1-9]|10)\n?",
     ".data/version": rb"([1-9]|10)\n?",
     ".format_version": rb"[0-9]\n?",
+    ".data/serialization_id": rb"[ -~]*\n?",
     ".storage_alignment": rb"[0-9]{1,9}\n?",
 }
 _CONTAINERS: Final = frozenset({dict, OrderedDict, Counter, list, tuple})

@@ -22,8 +22,8 @@ SIGNATURE: Final = b"PK\x03\x04"  # how an archive begins
 _END: Final = struct.Struct("<4s4H2IH")
 _END64: Final = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR64: Final = struct.Struct("<4sIQI")
-_ENTRY: Final = struct.Struct("<4s6H3I5H2I")
-_LOCAL: Final = struct.Struct("<4s5H3I2H")
+_ENTRY: Final = struct.Struct("<4s2x3H4x3I4H2x2I")
+_LOCAL: Final = struct.Struct("<4s3H4x3I2H")
 _FIELD: Final = struct.Struct("<2H")
 
 _MAX16: Final = 0xFFFF
@@ -31,6 +31,8 @@ _MAX32: Final = 0xFFFFFFFF
 _ZIP64: Final = 1  # the number of the extra field with 64-bit sizes
 _DESCRIPTOR: Final = 1 << 3  # sizes and CRC follow the data, and may be 0 in the local header
 _KNOWN_FLAGS: Final = _DESCRIPTOR | 1 << 11 | 0b110  # and names in UTF-8, and how well it was compressed
+_NEWEST: Final = 63  # version 6.3 of the format
+_FOLDER: Final = 0x10  # in the attributes
 _STORED: Final = 0
 _DEFLATED: Final = 8
 
@@ -151,25 +153,9 @@ def _parse_directory(data: bytes, count: int, fail: Callable[[str], NoReturn]) -
     for number in range(count):
         if at + _ENTRY.size > len(data):
             fail(f"the zip directory ends within record {number} of {count}")
-        (
-            magic,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc32,
-            stored,
-            nbytes,
-            name_size,
-            extra_size,
-            comment,
-            disk,
-            _,
-            _,
-            header,
-        ) = _ENTRY.unpack_from(data, at)
+        fields = _ENTRY.unpack_from(data, at)
+        magic, needed, flags, method, crc32, stored, nbytes = fields[:7]
+        name_size, extra_size, comment, disk, attributes, header = fields[7:]
         at += _ENTRY.size
         raw_name, extra = data[at : at + name_size], data[at + name_size : at + name_size + extra_size]
         at += name_size + extra_size + comment
@@ -179,8 +165,11 @@ def _parse_directory(data: bytes, count: int, fail: Callable[[str], NoReturn]) -
             nbytes, stored, header, disk = _wide(extra, (nbytes, stored, header, disk), raw_name, fail)
         if disk:
             fail(f"record {raw_name!r:.200} is in another file of a split archive")
-        if flags & ~_KNOWN_FLAGS:
+        if flags & ~_KNOWN_FLAGS or needed > _NEWEST:
             fail(f"record {raw_name!r:.200} is encrypted, or of a kind that is not known (flags {flags:#06x})")
+        if nbytes and (attributes & _FOLDER or raw_name.endswith(b"/")):
+            # Torch takes such a record for empty, and gives memory that nobody has written to.
+            fail(f"record {raw_name!r:.200} is marked as a folder, but has {nbytes} bytes")
         if method not in (_STORED, _DEFLATED):
             fail(f"record {raw_name!r:.200} is compressed by method {method}; known are 0 (stored) and 8 (deflated)")
         if method == _STORED and stored != nbytes:
@@ -226,8 +215,13 @@ def _check_local(read: ReadAt, entry: _Entry, name: str, limit: int, fail: Calla
     if entry.header + head > limit:
         fail(f"record '{name}' begins at byte {entry.header}, which leaves no room for it before the directory")
     data = read(entry.header, head)
-    magic, _, flags, method, _, _, crc32, stored, nbytes, name_size, extra_size = _LOCAL.unpack_from(data)
-    if magic != SIGNATURE or name_size != len(entry.raw_name) or data[_LOCAL.size :] != entry.raw_name:
+    magic, needed, flags, method, crc32, stored, nbytes, name_size, extra_size = _LOCAL.unpack_from(data)
+    if (
+        magic != SIGNATURE
+        or needed > _NEWEST
+        or name_size != len(entry.raw_name)
+        or data[_LOCAL.size :] != entry.raw_name
+    ):
         fail(f"record '{name}': there is no header of that name at byte {entry.header}")
     start = entry.header + head + extra_size
     if start + entry.stored_nbytes > limit:

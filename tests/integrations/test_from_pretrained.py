@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import threading
@@ -201,6 +202,21 @@ def test_parameters_that_need_no_conversion_alias_the_file_and_writes_to_them_st
         for parameter in model.parameters():
             parameter.add_(1)
     assert (path / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_loaded_in_inference_mode_can_be_trained_like_a_plain_one(saved, dtype):
+    with torch.inference_mode():
+        models = [load(saved("llama"), dtype=dtype) for load in _loaders(transformers.LlamaForCausalLM)]
+    ids = torch.arange(8)[None]
+    for model in models:
+        model(input_ids=ids, labels=ids).loss.backward()
+    ours, plain = models
+    assert all(bits(p.grad) == bits(q.grad) for p, q in zip(ours.parameters(), plain.parameters(), strict=True))
+
+
+def _loaders(cls):
+    return functools.partial(hf_stream.from_pretrained, cls), cls.from_pretrained
 
 
 def test_other_threads_load_plainly_while_one_streams(saved):

@@ -157,13 +157,15 @@ def materialize_model(model: nn.Module, request: Request, *, alias: bool) -> Non
         for name, tensor in slots.items()
         if isinstance(tensor, LazyTensor)
     ]
-    reals = materialize(
-        [tensor for _, _, tensor in places],
-        buffer_size=request.buffer_size,
-        progress=request.progress,
-        desc="Loading",
-        alias=alias,
-    )
+    # Transformers reads files in threads of its own, which are never in inference mode: its models can be trained.
+    with torch.inference_mode(False):
+        reals = materialize(
+            [tensor for _, _, tensor in places],
+            buffer_size=request.buffer_size,
+            progress=request.progress,
+            desc="Loading",
+            alias=alias,
+        )
     for (module, name, _), real in zip(places, reals, strict=True):
         # Modules may keep further references: recurrent ones have a list of their weights.
         setattr(module, name, real)

@@ -27,9 +27,12 @@ from hf_stream.checkpoint.mapping import (
     config_after,
     file_format_of,
 )
+from hf_stream.checkpoint.nested_conversion import Nesting, open_nesting
+from hf_stream.checkpoint.nested_structure import STATE_FILE
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging
+from hf_stream.checkpoint.torch_state import Key
 from hf_stream.checkpoint.verify import Differences
 from hf_stream.checkpoint.verify import verify as verify_checkpoints
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
@@ -37,6 +40,7 @@ from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.region import Region
 from hf_stream.errors import CheckpointError
 from hf_stream.formats.collector import collector_paused
+from hf_stream.formats.shards import shard_pattern
 from hf_stream.lazy import fingerprint, reads, working_set, write_into
 
 _SUFFIX = ".safetensors"
@@ -61,6 +65,7 @@ class Conversion:
         dtype: What floating-point tensors become, or None.
         file: The name of the one file that is to be written, or None for a directory.
         layout: What made the tensors of the source's, or None.
+        nested: Whether the whole of a nesting is written, as `save_nested` would.
         format: Of the weight files.
     """
 
@@ -72,6 +77,7 @@ class Conversion:
     file: str | None = None
     layout: AnyLayout | None = None
     format: FileFormat = SAFETENSORS
+    nested: bool = False
 
     @property
     def directory(self) -> Path:
@@ -114,15 +120,36 @@ def plan_conversion(
     source: str | os.PathLike[str] | Checkpoint,
     destination: str | os.PathLike[str] | None = None,
     *,
+    key: Key | None = None,
     layout: AnyLayout | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     format: FileFormat | None = None,
+    nested: bool = False,
+    skip_unreadable: bool = False,
 ) -> Conversion:
     """Work out what `convert` would do; reads headers only. Arguments and errors as there; by default a directory."""
     file = _single_file(destination)
+    of_weights = [
+        what
+        for what, value in (("key", key), ("layout", layout), ("dtype", dtype), ("format", format))
+        if value is not None
+    ]
     format = _file_format(format, layout, destination if file else None)
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    if nested and of_weights:
+        raise CheckpointError(
+            f"'{of_weights[0]}' is for named tensors, 'nested' for all that a file holds: choose one of them"
+        )
+    if isinstance(source, Checkpoint):
+        if key is not None:
+            raise CheckpointError(f"'{source.path}' is open already: pass the key to open_checkpoint")
+        checkpoint = source
+    else:
+        if nested or (file and not of_weights):
+            nesting = open_nesting(Path(source), skip_unreadable=skip_unreadable)
+            if nesting is not None:
+                return _plan_nesting(nesting, file, max_shard_size)
+        checkpoint = open_checkpoint(source, key=key, prefer_safetensors=False)
     with collector_paused():
         tensors = apply_layout(layout, checkpoint)
         if dtype is not None:
@@ -144,14 +171,28 @@ def plan_conversion(
     return conversion
 
 
+def _plan_nesting(nesting: Nesting, file: str | None, max_shard_size: int | str) -> Conversion:
+    pattern = shard_pattern(STATE_FILE) if nesting.metadata else DEFAULT_PATTERN
+    files = CheckpointFiles.plan(
+        nesting.tensors,
+        max_shard_size=max_shard_size if file is None else _NO_LIMIT,
+        metadata=nesting.metadata,
+        pattern=pattern if file is None else _pattern(file),
+    )
+    return Conversion(nesting.source, nesting.tensors, files, (), None, file, nested=bool(nesting.metadata))
+
+
 def convert(
     source: str | os.PathLike[str] | Checkpoint,
     destination: str | os.PathLike[str],
     *,
+    key: Key | None = None,
     layout: AnyLayout | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     format: FileFormat | None = None,
+    nested: bool = False,
+    skip_unreadable: bool = False,
     resume: bool = True,
     verify: bool = False,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
@@ -164,15 +205,22 @@ def convert(
     single file; if most of the weights get a new dtype, the config says so, and it changes with a layout that has a
     `new_config`. The source cannot be the destination.
 
+    A file of torch.save, or a safetensors file of OLMo, becomes one .safetensors file as a whole: an ordinary one if it
+    is a flat dict of tensors, else one as `save_nested` writes, for `open_nested` and `load_nested`. Given a key, a
+    layout or a dtype, or a directory to write to, its named tensors are taken alone, as `open_checkpoint` finds them.
+
     Args:
-        source: What `open_checkpoint` takes, or what it gave.
+        source: What `open_checkpoint` takes, or what it gave. The very file that is named is read, none beside it.
         destination: A directory, or a path that ends in .safetensors for one file and nothing else.
+        key: Where the tensors are, as for `open_checkpoint`.
         layout: Any callable from named tensors to named tensors; None keeps names and shapes.
         dtype: What floating-point tensors become; None keeps them.
         max_shard_size: Bytes, or a string such as "5GB".
         format: "safetensors", or "torchscript" for a TorchScript archive of each tensor, as SwiftTransformer loads
             them; `max_shard_size` means nothing there. None: what is natural for the layout, which is "torchscript"
             for `swift_transformer` and "safetensors" for all others.
+        nested: Whether to write all that a file of torch.save or of OLMo holds into a directory as well.
+        skip_unreadable: Whether to leave out what OLMo pickled and is no plain value, as `open_nested` does.
         resume: Whether to take up a run that was cut short, if it was to write the very same: shards that it finished
             are kept. Without it, and after any change of the source or the layout, everything is written anew.
         verify: Whether to read both sides once more and compare them bit for bit before the destination appears.
@@ -188,7 +236,15 @@ def convert(
         CopyError: Reading or writing failed. Finished shards are kept for the next run if `resume`.
     """
     conversion = plan_conversion(
-        source, destination, layout=layout, dtype=dtype, max_shard_size=max_shard_size, format=format
+        source,
+        destination,
+        key=key,
+        layout=layout,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        format=format,
+        nested=nested,
+        skip_unreadable=skip_unreadable,
     )
     run_conversion(conversion, destination, resume=resume, verify=verify, buffer_size=buffer_size, progress=progress)
     return Path(destination)
@@ -209,7 +265,7 @@ def run_conversion(
         The weight files that this run wrote, without those kept from an interrupted one.
     """
     target, file = Path(destination), conversion.file
-    if not conversion.tensors:
+    if not conversion.tensors and not conversion.nested:
         raise CheckpointError(f"'{target}': no tensors are left to write; use a layout that keeps some")
     directory = target if file is None else target.parent
     _check_apart(conversion.source, directory, file)

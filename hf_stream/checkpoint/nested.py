@@ -16,7 +16,13 @@ import torch
 from hf_stream.checkpoint.beside import open_beside
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles
 from hf_stream.checkpoint.nested_leaves import ARRAY, LeafReader, LeafWriter
-from hf_stream.checkpoint.nested_structure import STRUCTURE, STRUCTURE_TENSOR, read_structure, structure_metadata
+from hf_stream.checkpoint.nested_structure import (
+    STATE_FILE,
+    STRUCTURE,
+    STRUCTURE_TENSOR,
+    read_structure,
+    structure_metadata,
+)
 from hf_stream.checkpoint.nested_walk import first_difference, load_state
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.save import reserve
@@ -33,8 +39,7 @@ from hf_stream.formats.shards import shard_pattern
 from hf_stream.lazy import materialize, write_into
 
 _SUFFIX: Final = ".safetensors"
-_FILE: Final = "state.safetensors"
-_INDEX: Final = _FILE + ".index.json"
+_INDEX: Final = STATE_FILE + ".index.json"
 _NO_LIMIT: Final = 1 << 63
 _OURS: Final = object()
 
@@ -94,7 +99,7 @@ def save_nested(
             tensors,
             max_shard_size=_NO_LIMIT if single else max_shard_size or DEFAULT_MAX_SHARD_SIZE,
             metadata=metadata,
-            pattern=_pattern(target.name) if single else shard_pattern(_FILE),
+            pattern=_pattern(target.name) if single else shard_pattern(STATE_FILE),
         )
     staging = Staging(target.parent, file=target.name) if single else Staging(target)
     try:
@@ -203,7 +208,7 @@ def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, Any]:
     if source.is_dir():
         check_settled(source)
         # Other checkpoints, a model's, may be beside it.
-        source = next((source / name for name in (_FILE, _INDEX) if (source / name).exists()), source)
+        source = next((source / name for name in (STATE_FILE, _INDEX) if (source / name).exists()), source)
     checkpoint = open_checkpoint(source)
     texts = {file.metadata.get(STRUCTURE) for file in checkpoint.files.values()} or {None}
     if len(texts) > 1:

@@ -13,6 +13,7 @@ from hf_stream.formats.nested import dump_structure, parse_json
 from hf_stream.formats.strict_json import Pairs
 from hf_stream.lazy import LazyTensor
 
+STATE_FILE: Final = "state.safetensors"
 STRUCTURE: Final = "hf_stream.structure"
 # No path in a nesting is called so.
 STRUCTURE_TENSOR: Final = "__structure__"

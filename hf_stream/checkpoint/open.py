@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # With or without a variant: model.safetensors.index.json, model.safetensors.index.fp16.json
 _INDEX = re.compile(r"[^.].*\.safetensors\.index(\..+)?\.json")
 _BIN_WEIGHTS = "pytorch_model.bin"
+_OLMO_WEIGHTS = "model.pt"
 _BIN_INDEX = re.compile(r"[^.].*\.bin\.index(\..+)?\.json")
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
@@ -171,8 +172,8 @@ def open_checkpoint(
             - a pattern such as "reshard-model_part-*.pt": the files that it finds, ordered by the numbers in their
               paths. If files have names in common, every tensor is called "{name}.part_{i}", i counting from 0;
             - a directory: with `model.safetensors`, else an index of safetensors files, else `pytorch_model.bin`, else
-              an index of such files, else all its safetensors files together, else the partitions of SwiftTransformer:
-              a TorchScript archive for each tensor, which is called as the file is.
+              an index of such files, else all its safetensors files together, else `model.pt`, else the partitions of
+              SwiftTransformer: a TorchScript archive for each tensor, which is called as the file is.
         key: Where in a file of torch.save, of OLMo or of `save_nested` the tensors are: "model" for
             `{"model": {...}, "args": {...}}`, "ema/model" or a sequence of keys further down, "" for the top. Not
             needed where only one dict has tensors. Without it, all tensors of `save_nested` are there, by their paths.
@@ -269,6 +270,8 @@ def _open_directory(path: Path, key: Key | None, verify: bool) -> Checkpoint:
             listed = ", ".join(f"'{name}'" for name in indices)
             raise CheckpointError(f"'{path}' has {len(indices)} index files ({listed}); pass the path of one of them")
     files = [name for name in names if name.endswith(_SUFFIX)]
+    if not files and _OLMO_WEIGHTS in names:
+        return Checkpoint(path, {_OLMO_WEIGHTS: path / _OLMO_WEIGHTS}, key=key, verify=verify)
     if not files and (archives := find_archives(path, names)):
         return Checkpoint(path, archives, verify=verify, archives=True)
     if not files:

@@ -33,7 +33,7 @@ def named_tensors(state: Any, key: Key | None, name: str) -> dict[str, Any]:
         if len(dicts) > 1:
             raise CheckpointError(
                 f"'{name}' holds {len(dicts)} dicts or lists of tensors; pass key= (--key on the command line) to say "
-                f"which: {_listed(dicts)}. For all of them, in their nesting, use open_nested"
+                f"which: {_listed(dicts)}. For all of them, in their nesting, use open_nested, or convert with --nested"
             )
         found = dicts[0][1] if dicts else state
     else:

@@ -95,8 +95,8 @@ def verify(
     Returns:
         The differences; `if verify(a, b): ...` runs if there are any.
     """
-    first: Mapping[str, torch.Tensor] = a if isinstance(a, Mapping) else open_checkpoint(a)
-    second: Mapping[str, torch.Tensor] = b if isinstance(b, Mapping) else open_checkpoint(b)
+    first: Mapping[str, torch.Tensor] = a if isinstance(a, Mapping) else open_checkpoint(a, prefer_safetensors=False)
+    second: Mapping[str, torch.Tensor] = b if isinstance(b, Mapping) else open_checkpoint(b, prefer_safetensors=False)
     if layout is not None:
         first = apply_layout(layout, first)
     found = Differences(

@@ -108,3 +108,18 @@ def output_options(command: Command) -> Command:
         f"{TORCHSCRIPT} with --layout swift-transformer, else {SAFETENSORS}]",
     )
     return dtype(max_shard_size(file_format(command)))
+
+
+def nested_options(command: Command) -> Command:
+    """Add `--nested` and `--skip-unreadable`."""
+    nested = click.option(
+        "--nested",
+        is_flag=True,
+        help="Write all that a file of torch.save or of OLMo holds, in its nesting, into a directory as well.",
+    )
+    skip_unreadable = click.option(
+        "--skip-unreadable",
+        is_flag=True,
+        help="Leave out, with a warning, what OLMo pickled and is no plain value, instead of refusing the file.",
+    )
+    return nested(skip_unreadable(command))

@@ -10,10 +10,17 @@ from collections.abc import Sequence
 import click
 import torch
 
-from hf_stream.checkpoint import Conversion, open_checkpoint, plan_conversion, run_conversion
+from hf_stream.checkpoint import Conversion, plan_conversion, run_conversion
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, ShardFile
 from hf_stream.checkpoint.mapping import TORCHSCRIPT, FileFormat
-from hf_stream.cli.arguments import key_option, layout_options, output_options, quiet_option, source_argument
+from hf_stream.cli.arguments import (
+    key_option,
+    layout_options,
+    nested_options,
+    output_options,
+    quiet_option,
+    source_argument,
+)
 from hf_stream.cli.layout import chosen_layout
 from hf_stream.cli.program import say
 from hf_stream.cli.text import count, size
@@ -25,6 +32,7 @@ from hf_stream.cli.text import count, size
 @key_option
 @layout_options
 @output_options
+@nested_options
 @click.option("--verify", is_flag=True, help="Read both sides again and compare every bit before DST appears.")
 @click.option(
     "--resume/--no-resume",
@@ -42,6 +50,8 @@ def convert(
     dtype: torch.dtype | None,
     max_shard_size: int | None,
     file_format: FileFormat | None,
+    nested: bool,
+    skip_unreadable: bool,
     verify: bool,
     resume: bool,
     quiet: bool,
@@ -52,15 +62,21 @@ def convert(
     and weights that are there already are replaced. What lies beside the weights in SRC (config, tokenizer, ...) goes
     along into a directory, unless SRC is a single file. SRC may be a file of torch.save, or a pattern in quotes that
     finds several.
+
+    A file of torch.save, or a safetensors file of OLMo, goes into a single file as a whole, in its nesting if it has
+    one. With --key, --layout or --dtype, or into a directory without --nested, its named tensors go alone.
     """
     started = time.time()
     conversion = plan_conversion(
-        open_checkpoint(source, key=key),
+        source,
         destination,
+        key=key,
         layout=chosen_layout(specs, inverse, source),
         dtype=dtype,
         max_shard_size=max_shard_size or DEFAULT_MAX_SHARD_SIZE,
         format=file_format,
+        nested=nested,
+        skip_unreadable=skip_unreadable,
     )
     if conversion.file and max_shard_size:
         raise click.UsageError(
@@ -93,6 +109,7 @@ def _summary(conversion: Conversion, shards: Sequence[ShardFile], seconds: float
     kept = len(conversion.files.shards) - len(shards)
     return (
         f"read {size(nbytes_read)}, wrote {size(nbytes_written)} in {count(len(shards), 'file')}"
+        + (" as a nested state" if conversion.nested else "")
         + (f" ({kept} more kept from an interrupted run)" if kept else "")
         + (", verified," if verified else "")
         + f" in {seconds:.1f} s: {nbytes_written / 1e6 / seconds:.0f} MB/s"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import click
 import numpy as np
 import torch
 
 from hf_stream.checkpoint import Checkpoint, open_checkpoint, open_nested
+from hf_stream.checkpoint.nested_conversion import open_nesting
 from hf_stream.checkpoint.nested_structure import STRUCTURE
 from hf_stream.cli.arguments import json_option, key_option, source_argument
 from hf_stream.cli.text import count, printable, size, table
@@ -28,10 +30,12 @@ def inspect(source: str, key: str | None, as_json: bool) -> None:
 
     Reads headers only.
     """
-    checkpoint = open_checkpoint(source, key=key)
+    nesting = open_nesting(Path(source), skip_unreadable=True) if key is None else None
+    checkpoint = nesting.source if nesting else open_checkpoint(source, key=key, prefer_safetensors=False)
     click.echo(_as_json(checkpoint) if as_json else _as_text(checkpoint))
-    if not as_json and STRUCTURE in checkpoint.metadata:
-        click.echo("\n".join(_outline(open_nested(checkpoint.path))))
+    if not as_json and (STRUCTURE in checkpoint.metadata or (nesting and nesting.metadata)):
+        state = open_nested(checkpoint.path, prefer_safetensors=False, skip_unreadable=True)
+        click.echo("\n".join(_outline(state)))
 
 
 def _as_text(checkpoint: Checkpoint) -> str:

@@ -9,10 +9,17 @@ from collections.abc import Iterator
 import click
 import torch
 
-from hf_stream.checkpoint import Conversion, open_checkpoint, plan_conversion
+from hf_stream.checkpoint import Conversion, plan_conversion
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE
 from hf_stream.checkpoint.mapping import FileFormat
-from hf_stream.cli.arguments import json_option, key_option, layout_options, output_options, source_argument
+from hf_stream.cli.arguments import (
+    json_option,
+    key_option,
+    layout_options,
+    nested_options,
+    output_options,
+    source_argument,
+)
 from hf_stream.cli.layout import chosen_layout
 from hf_stream.cli.text import count, size, table
 
@@ -22,6 +29,7 @@ from hf_stream.cli.text import count, size, table
 @key_option
 @layout_options
 @output_options
+@nested_options
 @json_option
 def plan(
     source: str,
@@ -31,6 +39,8 @@ def plan(
     dtype: torch.dtype | None,
     max_shard_size: int | None,
     file_format: FileFormat | None,
+    nested: bool,
+    skip_unreadable: bool,
     as_json: bool,
 ) -> None:
     """Show what `convert` with the same options would read and write.
@@ -38,11 +48,14 @@ def plan(
     Reads headers only. With --json, the tensors that each file would hold are listed as well.
     """
     conversion = plan_conversion(
-        open_checkpoint(source, key=key),
+        source,
+        key=key,
         layout=chosen_layout(specs, inverse, source),
         dtype=dtype,
         max_shard_size=max_shard_size or DEFAULT_MAX_SHARD_SIZE,
         format=file_format,
+        nested=nested,
+        skip_unreadable=skip_unreadable,
     )
     click.echo(_as_json(conversion) if as_json else _as_text(conversion))
 

@@ -24,7 +24,10 @@ def verify(first: str, second: str, key: str | None, specs: tuple[str, ...], inv
     A line on stdout tells each difference. --key is that of A. --layout changes A before it is compared, so that A and
     what `convert` made of it are equal. In how many files the tensors are makes no difference.
     """
-    a, b = open_checkpoint(first, key=key), open_checkpoint(second)
+    a, b = (
+        open_checkpoint(first, key=key, prefer_safetensors=False),
+        open_checkpoint(second, prefer_safetensors=False),
+    )
     layout = chosen_layout(specs, inverse, first)
     differences = hf_stream.verify(a, b, layout=layout, progress=False if quiet else None)
     if differences:

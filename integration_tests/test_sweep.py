@@ -24,7 +24,7 @@ PROCESSES = 2
 # Seconds for one model type before its process is given up.
 PATIENCE = 120
 # How many of the types built and reloaded when this was written; some need packages that not every machine has.
-ENOUGH = 700
+ENOUGH = 740
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,15 @@ GIVEN: dict[str, dict[str, Any]] = {
     "detr": {"backbone_config": RESNET},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "n_shared_experts": 1},
-    "dots3_note_text": {"use_sliding_window": False},
+    "dots3_note_audio_encoder": {"hidden_size": 32, "num_attention_heads": 4, "adapter_input_size": 32},
+    "dots3_note_text": {"use_sliding_window": False, "num_attention_heads": 4, "num_key_value_heads": 4},
+    "dots3_note_vision_encoder": {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "adapter_in_dim": 32,
+        "per_layer_config": {},
+    },
     "emu3": {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6, "<|visual token 000000|>": 7}},
     "esm": {"vocab_size": 33, "pad_token_id": 1},
     "ernie4_5_vl_moe_text": {
@@ -60,7 +68,21 @@ GIVEN: dict[str, dict[str, Any]] = {
         }
     },
     "gemma4_unified_assistant": {"text_config": {"model_type": "gemma4_unified_text", "num_kv_shared_layers": 0}},
-    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], "spatial_target_layers": [0, 1]},
+    "gradium_phonon_tts": {"num_key_value_heads": 4},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "spatial_target_layers": [0, 1],
+        "downsample_rate": "4/8",
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 64},
+        "qformer_config": {
+            "model_type": "blip_2_qformer",
+            "hidden_size": 64,
+            "encoder_hidden_size": 64,
+            "intermediate_size": 64,
+            "num_attention_heads": 1,
+            "num_hidden_layers": 1,
+        },
+    },
     "hiera": {"decoder_hidden_size": 32, "decoder_depth": 1, "decoder_num_heads": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
@@ -69,6 +91,9 @@ GIVEN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "ministral": {"head_dim": 8},
     "moonshine_streaming": {"num_key_value_heads": 4},
+    "nemotron3_5_transcribe_asr_audio": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "nemotron3_5_transcribe_word_timestamp": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "nemotron3_diarization_audio": {"num_attention_heads": 4, "num_key_value_heads": 4},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h_omni": {"vision_config": {"model_type": "radio", "video_temporal_patch_size": 2}},
     "omdet-turbo": {"backbone_config": FEATURES, "encoder_in_channels": [16, 32, 32]},
@@ -80,7 +105,7 @@ GIVEN: dict[str, dict[str, Any]] = {
         "resblock_kernel_sizes": [3],
         "resblock_dilation_sizes": [[1, 3, 5]],
     },
-    "qwen3_omni_moe_talker": {"spatial_merge_size": 2},
+    "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2}},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
     "qwen4_exp_text": {"indexer_budget": 64, "indexer_compress_ratio": 4, "indexer_n_heads": 2, "indexer_kv_heads": 1}
     | {"indexer_head_dim": 64, "head_dim": 64},
@@ -163,7 +188,7 @@ def small_config(model_type: str, cls: type[PreTrainedModel]) -> PreTrainedConfi
         if best is not None and best[0] <= (SMALL if attempt < BOLD else TOLERABLE):
             break
         try:
-            config = config_class(**_merged(given, _shrunk(default, rule)))
+            config = config_class(**_merged(_shrunk(default, rule), given))
             elements = sum(tensor.numel() for tensor in _skeleton(cls, config).state_dict().values())
         except Exception as error:  # noqa: BLE001 - whatever a config or a model does not like
             failure = failure or error
@@ -185,18 +210,18 @@ def _lacking(config: PreTrainedConfig) -> dict[str, Any]:
         if isinstance(nested, PreTrainedConfig):
             given = _merged(_lacking(nested), GIVEN.get(nested.model_type, {}))
             if given:
-                found[name] = {**given, "model_type": nested.model_type}
+                found[name] = {**given, **_type_of(nested)}
     return found
 
 
-def _merged(given: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, with what is changed, in nested configs as well."""
+def _merged(arguments: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """`arguments` and `more`, which counts where both say something, in nested configs as well."""
     nested = {
-        name: _merged(given[name], value)
-        for name, value in changed.items()
-        if isinstance(value, dict) and isinstance(given.get(name), dict)
+        name: _merged(arguments[name], value)
+        for name, value in more.items()
+        if isinstance(value, dict) and isinstance(arguments.get(name), dict)
     }
-    return {**given, **changed, **nested}
+    return {**arguments, **more, **nested}
 
 
 def random_model(cls: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -330,7 +355,7 @@ def _shrunk(config: PreTrainedConfig, rule: Callable[[str, int], int]) -> dict[s
     depths = {value: rule(name, value) for name, value in attributes.items() if _is_int(value) and LAYERS.search(name)}
     for name, value in attributes.items():
         if isinstance(value, PreTrainedConfig):
-            changed[name] = {**_shrunk(value, rule), "model_type": value.model_type}
+            changed[name] = {**_shrunk(value, rule), **_type_of(value)}
             continue
         smaller = value
         if isinstance(value, (list, tuple)) and len(value) in depths and len(value) > 2 and "depths" not in attributes:
@@ -341,6 +366,10 @@ def _shrunk(config: PreTrainedConfig, rule: Callable[[str, int], int]) -> dict[s
         if smaller != value:
             changed[name] = smaller
     return changed
+
+
+def _type_of(config: PreTrainedConfig) -> dict[str, str]:
+    return {"model_type": config.model_type} if config.model_type else {}
 
 
 def _is_int(value: Any) -> bool:

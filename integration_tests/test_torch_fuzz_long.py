@@ -1,4 +1,4 @@
-"""Thousands of damaged files of torch.save, in processes of their own: one that crashes is seen, and its number known."""
+"""Thousands of damaged files of torch.save, in processes of their own: of one that crashes the number is known."""
 
 from __future__ import annotations
 

@@ -21,13 +21,12 @@ from transformers.modeling_utils import _is_on_hf_mount, load_state_dict
 from transformers.utils.quantization_config import QuantizationMethod
 
 from hf_stream.checkpoint import AnyLayout, apply_layout, open_files
-from hf_stream.checkpoint.torch_file import open_torch_file
-from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
-from hf_stream.errors import CheckpointError, LayoutError, LazyTensorError
+from hf_stream.errors import LayoutError, LazyTensorError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shared import Shared
+from hf_stream.integrations.transformers.bin_files import dtypes_read_here, is_bin_file, state_of
 from hf_stream.integrations.transformers.hooks import Request, asking, hooked
 from hf_stream.integrations.transformers.offload import streamed_offload
 from hf_stream.integrations.transformers.quantized import real_inputs
@@ -182,20 +181,12 @@ def _open(
         # One by one: of a name in two files, transformers takes the last.
         if file.endswith(".safetensors"):
             loaded.update(open_files(load_config.pretrained_model_name_or_path or file, [file]))
-        elif file.endswith(TORCH_SUFFIXES):
+        elif is_bin_file(file):
             # Whatever `weights_only` says: no pickle is executed.
-            loaded.update(_state_of(file))
+            loaded.update(state_of(file))
         else:
             loaded.update(load_state_dict(file, disable_mmap=load_config.disable_mmap))
     return {name: _lazy(tensor) for name, tensor in loaded.items()}
-
-
-def _state_of(file: str) -> Mapping[str, Any]:
-    """What a file of torch.save holds, with its tensors' values as lazies; it may hold more than tensors."""
-    state = open_torch_file(file)
-    if not isinstance(state, dict):
-        raise CheckpointError(f"'{file}' holds no dict of tensors by name, but a {type(state).__name__}")
-    return {name: entry.detach() if isinstance(entry, torch.Tensor) else entry for name, entry in state.items()}
 
 
 def _lazy(entry: Any) -> Any:
@@ -249,4 +240,10 @@ def _symbolic() -> Iterator[None]:
         yield
 
 
-streamed_loads = Shared(lambda: hooked("_load_pretrained_model", stream_load))
+@contextmanager
+def _streamed() -> Iterator[None]:
+    with hooked("_load_pretrained_model", stream_load), dtypes_read_here():
+        yield
+
+
+streamed_loads = Shared(_streamed)

@@ -53,6 +53,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("save.py", ["--cases", "offloaded"], ["offloaded"], {"transformers", "hf_stream"}),
         ("train.py", [], ["checkpoint"], {"transformers", "hf_stream"}),
         ("convert.py", [], ["packed-qkv"], CONVERTERS),
+        ("swift_transformer.py", [], ["opt"], {"hf_stream", "hf_stream, verify", "cp"}),
     ],
 )
 def test_contenders_agree_on_a_small_checkpoint(

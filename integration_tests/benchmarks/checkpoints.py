@@ -1,8 +1,9 @@
 """Seeded checkpoints for the benchmarks: the same bytes on every machine, in the sharded layout of the Hub.
 
 At scale 1: `qwen3-moe` is a Qwen3-MoE of 3.4 GB with 64 experts in each of 16 layers (3219 tensors, one per expert and
-projection), `llama` a Llama of 2.2 GB with 4 key/value heads for 32 query heads; both bfloat16. A smaller scale shrinks
-layers, widths and vocabulary together, and the number of bytes about in proportion.
+projection), `llama` a Llama of 2.2 GB with 4 key/value heads for 32 query heads; both bfloat16. `metaseq-opt` is an OPT
+of 2.6 GB (1.3 billion numbers, float16) as metaseq keeps it, in 8 parts. A smaller scale shrinks layers, widths and
+vocabulary together, and the number of bytes about in proportion.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 
 MAX_SHARD_NBYTES = 1_000_000_000
 HEAD_DIM = 64
+OPT_PARTS = 8
 
 Shape = tuple[int, ...]
 Config = dict[str, Any]
@@ -28,22 +30,25 @@ def make(kind: str, scale: float, data: Path) -> Path:
     """Return the directory of a checkpoint, writing it first if it is not there yet.
 
     Args:
-        kind: `"qwen3-moe"` or `"llama"`.
+        kind: `"qwen3-moe"`, `"llama"` or `"metaseq-opt"`.
         scale: Size relative to the full checkpoint, 0 < scale <= 1.
         data: Directory that holds all benchmark data.
 
     Returns:
-        A directory with config.json, shards of at most 1 GB and their index.
+        A directory with config.json, shards of at most 1 GB and their index; of `metaseq-opt`, with its parts.
     """
     directory = data / f"{kind}-{scale:g}"
     if not directory.exists():
         unfinished = directory.with_name(f"{directory.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        make_config, shapes = _KINDS[kind]
-        config = make_config(scale)
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        _write_shards(list(shapes(config)), unfinished)
+        if kind == "metaseq-opt":
+            _write_opt_parts(scale, unfinished)
+        else:
+            make_config, shapes = _KINDS[kind]
+            config = make_config(scale)
+            (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            _write_shards(list(shapes(config)), unfinished)
         unfinished.rename(directory)
     return directory
 
@@ -128,6 +133,33 @@ def _outer_shapes(config: Config) -> Iterator[tuple[str, Shape]]:
     yield "model.embed_tokens.weight", (config["vocab_size"], config["hidden_size"])
     yield "model.norm.weight", (config["hidden_size"],)
     yield "lm_head.weight", (config["vocab_size"], config["hidden_size"])
+
+
+def _write_opt_parts(scale: float, directory: Path) -> None:
+    """Write what each of 8 processes of metaseq holds: `reshard-model_part-0.pt` to `reshard-model_part-7.pt`."""
+    hidden, layers = _shrunk(2048, scale, HEAD_DIM), _shrunk(24, scale, 1)
+    vocab, positions, inner = _shrunk(50272, scale, OPT_PARTS), 2050, 4 * hidden
+    cut, cut_inner = hidden // OPT_PARTS, inner // OPT_PARTS
+    shapes: dict[str, Shape] = {
+        "decoder.embed_tokens.weight": (vocab // OPT_PARTS, hidden),
+        "decoder.embed_positions.weight": (positions, hidden),
+    }
+    for layer in range(layers):
+        prefix = f"decoder.layers.{layer}"
+        shapes[f"{prefix}.self_attn.qkv_proj.weight"] = (3 * cut, hidden)
+        shapes[f"{prefix}.self_attn.qkv_proj.bias"] = (3 * cut,)
+        shapes[f"{prefix}.self_attn.out_proj.weight"] = (hidden, cut)
+        shapes[f"{prefix}.self_attn.out_proj.bias"] = (hidden,)
+        shapes[f"{prefix}.fc1.weight"] = (cut_inner, hidden)
+        shapes[f"{prefix}.fc1.bias"] = (cut_inner,)
+        shapes[f"{prefix}.fc2.weight"] = (hidden, cut_inner)
+        shapes[f"{prefix}.fc2.bias"] = (hidden,)
+        for norm in ("self_attn_layer_norm", "final_layer_norm"):
+            shapes |= {f"{prefix}.{norm}.{kind}": (hidden,) for kind in ("weight", "bias")}
+    shapes |= {f"decoder.layer_norm.{kind}": (hidden,) for kind in ("weight", "bias")}
+    for part in range(OPT_PARTS):
+        model = {name: _values(f"{name} of part {part}", shape).half() for name, shape in shapes.items()}
+        torch.save({"model": model}, directory / f"reshard-model_part-{part}.pt")
 
 
 _KINDS: dict[str, tuple[Callable[[float], Config], Callable[[Config], Iterator[tuple[str, Shape]]]]] = {

@@ -114,7 +114,7 @@ def anonymous_nbytes(result: Result) -> int:
 
 
 def tensors_of(result: Result) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors of a module, a mapping, or the safetensors files of a directory.
+    """Yield names and tensors of a module, a mapping, or the safetensors files or partitions of a directory.
 
     Of a quantized tensor: what it is made of.
     """
@@ -128,6 +128,9 @@ def tensors_of(result: Result) -> Iterator[tuple[str, torch.Tensor]]:
         for file in sorted(result.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
                 yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118, not a dict
+        for file in sorted(result.glob("decoder.*.pt")):
+            attribute = file.name.removesuffix(".pt").split(".tp_")[0]
+            yield file.name, getattr(torch.jit.load(file), attribute)
     else:
         yield from result.items()
 

@@ -1,4 +1,4 @@
-"""What a file of torch.save or of OLMo becomes as a whole: an ordinary checkpoint if it is flat, else a nested state."""
+"""What a file of torch.save or of OLMo becomes as a whole: an ordinary checkpoint if it is flat, or a nested state."""
 
 from __future__ import annotations
 

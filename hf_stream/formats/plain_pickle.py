@@ -62,10 +62,13 @@ class _Machine:
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
         self._containers = 0
+        self._frame_stop: int | None = None
 
     def run(self) -> Any:
         data, steps = self._data, _STEPS
         while True:
+            if self._frame_stop is not None and self.at >= self._frame_stop:
+                self._end_frame()
             opcode = data[self.at]
             self.at += 1
             if opcode == _STOP:
@@ -137,8 +140,15 @@ class _Machine:
             raise FormatError(f"the pickle is of protocol {self._data[self.at - 1]}, the newest known is 5")
 
     def frame(self) -> None:
-        if self.at + 8 + self._number(_UINT8) > len(self._data):
-            raise FormatError("the pickle ends too early")
+        nbytes = self._number(_UINT8)
+        if self._frame_stop is not None or self.at + nbytes > len(self._data):
+            raise FormatError("the pickle is damaged: a frame in a frame, or one that is not whole")
+        self._frame_stop = self.at + nbytes
+
+    def _end_frame(self) -> None:
+        if self.at != self._frame_stop:
+            raise FormatError("the pickle is damaged: an opcode goes beyond its frame")
+        self._frame_stop = None
 
     def mark(self) -> None:
         self._marks.append(self._stack)

@@ -140,11 +140,20 @@ def different_models(ours: PreTrainedModel, plain: PreTrainedModel) -> Iterator[
                 yield f"'{name}' has other values"
         if _ties(a) != _ties(b):
             yield f"{kind} are tied as {_ties(a)}, not {_ties(b)}"
+    for name, module in ours.named_modules():
+        # Recurrent layers have a list of their weights, others may have caches.
+        yield from (f"'{name}' holds a lazy in {slot}" for slot, held in vars(module).items() if _holds_lazy(held))
     if ours.config.to_dict() != plain.config.to_dict():
         yield "the config differs"
     generation = [getattr(model, "generation_config", None) for model in (ours, plain)]
     if str(generation[0]) != str(generation[1]):
         yield "the generation config differs"
+
+
+def _holds_lazy(held: Any) -> bool:
+    if isinstance(held, dict):
+        held = list(held.values())
+    return any(map(_holds_lazy, held)) if isinstance(held, list | tuple) else isinstance(held, LazyTensor)
 
 
 def different_files(ours: Path, plain: Path, model: PreTrainedModel) -> Iterator[str]:

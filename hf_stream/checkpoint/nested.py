@@ -58,8 +58,9 @@ def save_nested(
     OrderedDicts, Counters, lists and tuples; None, bools, ints, floats to the last bit, complex numbers, text, bytes;
     torch's sizes, dtypes and devices; numpy arrays and scalars; tensors and parameters. What would come back as
     something else is refused: objects, and subclasses such as namedtuples and defaultdicts. Tensors come back
-    contiguous, those that share memory share it again, and each byte is written once. The files are ordinary
-    safetensors files in which the tensors are named by their paths, such as "state/0/exp_avg".
+    contiguous, those that share memory share it again, and each byte is written once; a dict, list or tuple that is in
+    several places comes back as several. The files are ordinary safetensors files in which the tensors are named by
+    their paths, such as "state/0/exp_avg".
 
     The destination appears complete or not at all, also where it replaces an older one.
 

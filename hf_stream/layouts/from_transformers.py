@@ -30,8 +30,9 @@ def from_transformers(
     >>> hf_stream.convert("in-memory", "again", layout=layout.inverse)  # doctest: +SKIP
 
     Args:
-        model_or_config: A model, of which only the class, the config and how it was loaded matter; its config; or the
-            content of a config.json. A config stands for the first of its `architectures`, or else the base model.
+        model_or_config: A model, with the modules and ties that it has at this moment (its weights are not kept); a
+            config; or the content of a config.json. A config stands for the first of its `architectures`, or else the
+            base model.
         strict: Whether weights that are missing, and names that the model does not have, are errors; otherwise the
             former are missing in the result as well, and the latter are dropped.
 

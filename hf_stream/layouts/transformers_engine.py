@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import EllipsisType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -77,6 +77,38 @@ def skeleton(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pr
     config._attn_implementation = "eager"  # which needs no other package, and no GPU
     with torch.device("meta"), _creating():
         return model_class(config)
+
+
+def emptied(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model on the meta device, with the modules and ties that it has now, whatever its config says."""
+    copies: dict[int, Any] = {}
+
+    def on_meta(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        if id(tensor) not in copies:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            parameter = isinstance(tensor, torch.nn.Parameter)
+            copies[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if parameter else empty
+        found: torch.Tensor = copies[id(tensor)]
+        return found
+
+    def copied(module: torch.nn.Module | None) -> torch.nn.Module | None:
+        if module is None:
+            return None
+        if id(module) not in copies:
+            # Neither copy nor deepcopy: modules may forbid them, or hold what cannot be copied.
+            made = copies[id(module)] = object.__new__(type(module))
+            vars(made).update(vars(module))
+            vars(made)["_parameters"] = {name: on_meta(tensor) for name, tensor in module._parameters.items()}
+            vars(made)["_buffers"] = {name: on_meta(tensor) for name, tensor in module._buffers.items()}
+            vars(made)["_modules"] = {name: copied(child) for name, child in module._modules.items()}
+        found: torch.nn.Module = copies[id(module)]
+        return found
+
+    made: Any = copied(model)
+    vars(made)["config"] = copy.deepcopy(model.config)
+    return cast("PreTrainedModel", made)
 
 
 def load_into_skeleton(

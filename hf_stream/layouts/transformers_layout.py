@@ -18,7 +18,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict, unw
 
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.composable import Composable
-from hf_stream.layouts.transformers_engine import load_into_skeleton, revert, skeleton
+from hf_stream.layouts.transformers_engine import emptied, load_into_skeleton, revert, skeleton
 from hf_stream.layouts.transformers_misfits import Misfits
 
 Tensors = Mapping[str, torch.Tensor]
@@ -41,7 +41,7 @@ def layout_of(model_or_config: object, *, strict: bool) -> ToMemory:
         )
     used = getattr(model, "_weight_conversions", None)
     return ToMemory(
-        type(model), copy.deepcopy(model.config), None if used is None else tuple(copy.deepcopy(used)), strict
+        type(model), model.config, None if used is None else tuple(copy.deepcopy(used)), strict, emptied(model)
     )
 
 
@@ -54,12 +54,14 @@ class ToMemory(Composable):
         config: Its config.
         used: The conversions that it was loaded with, which saving undoes; None if it was not loaded.
         strict: Whether every weight must be there, and nothing else.
+        likeness: The model on the meta device, where one was given: its modules may not be those of its config.
     """
 
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
     used: tuple[WeightTransform, ...] | None
     strict: bool
+    likeness: PreTrainedModel | None = None
 
     def __call__(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         """The tensors as the model holds them.
@@ -94,7 +96,7 @@ class ToMemory(Composable):
 
     def skeleton(self) -> PreTrainedModel:
         """The model on the meta device, to be saved as what it was loaded from."""
-        model = skeleton(self.model_class, self.config)
+        model = skeleton(self.model_class, self.config) if self.likeness is None else emptied(self.likeness)
         vars(model)["_weight_conversions"] = None if self.used is None else list(copy.deepcopy(self.used))
         return model
 

@@ -447,3 +447,24 @@ def test_a_model_is_filled_in_place_from_its_checkpoint(
     hf_stream.load_into(other, layout(hf_stream.open_checkpoint(path)))
     assert_same(dict(other.state_dict()), model.state_dict())
     assert places == {name: tensor.data_ptr() for name, tensor in other.state_dict().items()}
+
+
+def test_a_model_that_was_changed_is_taken_as_it_is(tmp_path: Path, bert: tuple[BertForMaskedLM, Path]) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model: Any = architectures.fill(BertForMaskedLM(BertConfig(**sizes, vocab_size=50)))
+    model.bert.encoder.layer = model.bert.encoder.layer[:1]
+    model.value = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(32, 1))
+    model.save_pretrained(tmp_path / "changed")
+    weights = load_file(tmp_path / "changed" / "model.safetensors")
+    before = dict(model.named_parameters())
+    layout = from_transformers(model)
+    loaded = layout(weights)
+    state = model.state_dict()
+    assert list(loaded) == list(state)
+    assert all(same_bits(loaded[name], state[name]) for name in state)
+    assert {name: id(weight) for name, weight in model.named_parameters()} == {n: id(w) for n, w in before.items()}
+    again = layout.inverse(state)
+    assert again.keys() == weights.keys()
+    assert all(same_bits(again[name], weights[name]) for name in weights)
+    with pytest.raises(LayoutError, match="value"):
+        from_transformers(bert[0])(weights)

@@ -14,14 +14,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from trainings import SIZES, differing, llama, moe, texts, trainer, weights_of
+from trainings import EXPERTS, SIZES, differing, llama, moe, texts, trainer, weights_of
 from transformers import Trainer
 from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
 import hf_stream
 from hf_stream import CheckpointError, Layout, LayoutError, StreamingMixin
 from hf_stream.checkpoint.nested import load_nested
-from hf_stream.integrations.trainer import StreamingCheckpointCallback
+from hf_stream.integrations.trainer import StreamingCheckpointCallback, weights
 from hf_stream.layouts import Apply, Drop, Rename, packed_gate_up, packed_qkv, stacked_experts
 
 WEIGHTS = "model.safetensors"
@@ -141,6 +141,18 @@ def test_a_checkpoint_of_plain_trainer_is_resumed(of_llama: Path, tmp_path: Path
         )
         == []
     )
+
+
+def test_what_plain_trainer_wrote_over_a_checkpoint_counts(of_moe: Path, of_llama: Path, tmp_path: Path) -> None:
+    ours, plain = of_moe / "checkpoint-2", of_llama / "checkpoint-2"
+    run = trainer(llama(), tmp_path, StreamingCheckpointCallback())
+    run.create_optimizer_and_scheduler(4)
+    shutil.copytree(ours, tmp_path / "checkpoint-2")
+    shutil.copytree(plain, tmp_path / "checkpoint-2", dirs_exist_ok=True)
+    run._load_optimizer_and_scheduler(str(tmp_path / "checkpoint-2"))
+    run._load_rng_state(str(tmp_path / "checkpoint-2"))
+    assert torch.equal(torch.get_rng_state(), torch.load(plain / "rng_state.pth", weights_only=False)["cpu"])
+    assert differing(run.optimizer.state_dict(), torch.load(plain / "optimizer.pt")) == []
 
 
 def test_from_pretrained_loads_a_checkpoint_without_a_layout(of_moe: Path) -> None:
@@ -380,6 +392,55 @@ def test_a_module_of_ones_own_is_saved_and_resumed(tmp_path: Path) -> None:
     edited(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3", lambda tensors: tensors.update(x=torch.ones(1)))
     with pytest.raises(CheckpointError, match="'x'"):
         again._load_from_checkpoint(str(tmp_path / "checkpoint-3"))
+
+
+def test_older_weights_of_a_module_are_whole_until_the_new_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(nn.Sequential(nn.Linear(2, 2)), tmp_path, StreamingCheckpointCallback())
+    run.save_model(str(tmp_path / "final"))
+    assert names(tmp_path / "final") == [WEIGHTS, "training_args.bin"]
+    before = contents(tmp_path / "final")
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(weights, "save_module", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.save_model(str(tmp_path / "final"))
+    assert contents(tmp_path / "final")[WEIGHTS] == before[WEIGHTS]
+
+
+def without_its_last_layer(model: Any) -> None:
+    model.model.layers = model.model.layers[:-1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "value", nn.Linear(16, 1)),
+        lambda model: setattr(model, "lm_head", nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 64))),
+        lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
+        lambda model: nn.utils.parametrizations.weight_norm(model.lm_head),
+        without_its_last_layer,
+    ],
+    ids=["extra", "replaced", "tied", "parametrized", "fewer"],
+)
+def test_a_model_that_is_not_what_its_config_says_is_resumed(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    def changed(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = transformers.Qwen3MoeForCausalLM(
+            transformers.Qwen3MoeConfig(**{**SIZES, **EXPERTS, "num_hidden_layers": 2})
+        )
+        change(model)
+        return model
+
+    run = trainer(changed(0), tmp_path, StreamingCheckpointCallback())
+    run.save_model(str(tmp_path / "checkpoint-2"))
+    again = trainer(changed(5), tmp_path, StreamingCheckpointCallback())
+    assert differing(weights_of(again.model), weights_of(run.model))
+    again._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
+    assert differing(weights_of(again.model), weights_of(run.model)) == []
 
 
 def test_the_layout_of_a_streaming_class_comes_before_the_callbacks(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import gc
 import os
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from hf_stream import CheckpointError
 from hf_stream.checkpoint.work import WorkDirectory
-from hf_stream.integrations.trainer import StreamingCheckpointCallback, place
+from hf_stream.integrations.trainer import StreamingCheckpointCallback, hooks, place
 from hf_stream.integrations.trainer.methods import METHODS
 
 
@@ -68,6 +69,35 @@ def test_a_replacement_that_was_cut_short_is_completed(tmp_path: Path) -> None:
     (new / "new").touch()
     os.rename(target, new.parent / "replaced")
     place.clear_leftovers(str(tmp_path))
+    assert names(tmp_path) == ["checkpoint-3"]
+    assert names(target) == ["new"]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "for-good"])
+def test_an_interrupt_between_the_two_steps_of_a_replacement_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    target = checkpoint(tmp_path, 3, "old")
+    rename, calls = os.rename, []
+
+    def interrupted(source: Path, destination: Path) -> None:
+        calls.append(source)
+        if len(calls) == 2 or (again and len(calls) > 2):
+            raise KeyboardInterrupt
+        rename(source, destination)
+
+    def replace() -> None:
+        with place.growing(target) as path:
+            (path / "new").touch()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            replace()
+    path = place.growing_path(target)
+    if again:
+        assert names(path.parent) == ["checkpoint-3", "lock", "replaced"]
+        place.clear_leftovers(str(tmp_path))
     assert names(tmp_path) == ["checkpoint-3"]
     assert names(target) == ["new"]
 
@@ -135,6 +165,40 @@ def test_what_somebody_else_puts_over_a_hook_stays(monkeypatch: pytest.MonkeyPat
     assert vars(Trainer)["_save_scaler"] is over
     assert not hasattr(vars(Trainer)["_save"], "__wrapped__")
     monkeypatch.setattr(Trainer, "_save_scaler", hook.__wrapped__)
+
+
+def test_an_old_hook_below_what_somebody_else_put_over_it_keeps_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def counted(settings: Any, trainer: Any, plain: Any, output_dir: str) -> None:
+        calls.append(output_dir)
+        plain(output_dir)
+
+    monkeypatch.setattr(hooks, "METHODS", {"_save_scaler": counted})
+    first = StreamingCheckpointCallback()
+    hook = vars(Trainer)["_save_scaler"]
+    monkeypatch.setattr(Trainer, "_save_scaler", lambda *args: hook(*args))
+    del first
+    gc.collect()
+    trainer(llama(), tmp_path, StreamingCheckpointCallback())._save_scaler("there")
+    assert calls == ["there"]
+    gc.collect()
+    monkeypatch.setattr(Trainer, "_save_scaler", hook.__wrapped__)
+
+
+def test_trainers_in_threads_save_and_restore_generators_at_once(tmp_path: Path) -> None:
+    run = trainer(llama(), tmp_path, StreamingCheckpointCallback())
+
+    def turn(number: int) -> None:
+        directory = str(tmp_path / str(number))
+        for _ in range(10):
+            run._save_rng_state(directory)
+            run._load_rng_state(directory)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(turn, range(4)))
 
 
 def test_a_trainer_without_the_callback_is_as_ever(tmp_path: Path) -> None:

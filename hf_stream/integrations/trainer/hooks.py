@@ -39,7 +39,7 @@ def hook_for(user: Any) -> None:
         for name, ours in METHODS.items():
             if name not in _hooked:
                 plain = getattr(Trainer, name)
-                hook = _hook(plain, ours)
+                hook = _hook(name, plain, ours)
                 setattr(Trainer, name, hook)
                 _hooked[name] = plain, hook
 
@@ -54,11 +54,12 @@ def _release(user: int) -> None:
                 setattr(Trainer, name, plain)
 
 
-def _hook(plain: Method, ours: Method) -> Method:
+def _hook(name: str, plain: Method, ours: Method) -> Method:
     @functools.wraps(plain)
     def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         settings = _settings_of(trainer)
-        if settings is None:
+        # An older hook may be left below what somebody has put over it.
+        if settings is None or _hooked.get(name) != (plain, method):
             return plain(trainer, *args, **kwargs)
         return ours(settings, trainer, functools.partial(plain, trainer), *args, **kwargs)
 

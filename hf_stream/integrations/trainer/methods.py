@@ -7,6 +7,8 @@ where things are written, and by whom, is changed.
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -71,10 +73,9 @@ def save(
     if isinstance(model, PreTrainedModel):
         with weights.streaming(model, settings):
             plain(output_dir, state_dict)
-    else:
-        plain(output_dir, {})
-        if trainer.args.should_save:
-            weights.save_module(model, directory, settings)
+    elif trainer.args.should_save:
+        _save_all_but_weights(plain, directory)
+        weights.save_module(model, directory, settings)
     if trainer.args.should_save:
         weights.write_record(directory, settings)
 
@@ -124,6 +125,17 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "_load_rng_state": states.load_rng_state,
     "_finalize_training": finalize_training,
 }
+
+
+def _save_all_but_weights(plain: Plain, directory: Path) -> None:
+    """Beside a module's weights stands what a Trainer knows of; older weights there stay whole."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        files = Path(scratch, directory.name)
+        plain(str(files), {})
+        (files / SAFE_WEIGHTS_NAME).unlink()
+        shutil.copymode(directory, files)
+        shutil.copytree(files, directory, dirs_exist_ok=True)
 
 
 def _unwrapped(trainer: Any, model: Any) -> Any:

@@ -37,6 +37,7 @@ def growing(target: Path) -> Iterator[Path]:
     """
     path = growing_path(target)
     work = _claim(target)
+    settled = False
     try:
         path.mkdir()
         yield path
@@ -44,7 +45,11 @@ def growing(target: Path) -> Iterator[Path]:
             os.rename(target, work.path / _REPLACED)
         os.rename(path, target)
     finally:
-        work.close(remove=True)
+        try:
+            _complete(target)  # an interrupt may have come between the two
+            settled = True
+        finally:
+            work.close(remove=settled)
 
 
 def remove(target: Path) -> None:
@@ -88,10 +93,14 @@ def _claim(target: Path) -> WorkDirectory:
         raise CheckpointError(
             f"'{target}': another process is saving to it; wait for it, or save to another output_dir"
         ) from None
-    replaced = work.path / _REPLACED
-    if replaced.exists() and not target.exists():
-        # Killed between the two steps of a replacement: the new one was complete.
-        os.rename(path, target)
-    for leftover in (path, replaced, work.path / _REMOVED):
+    _complete(target)
+    for leftover in (path, work.path / _REPLACED, work.path / _REMOVED):
         remove_tree(leftover)
     return work
+
+
+def _complete(target: Path) -> None:
+    """Take the second step of a replacement that was cut short after the first: the new checkpoint was complete."""
+    path = growing_path(target)
+    if (path.parent / _REPLACED).exists() and not target.exists():
+        os.rename(path, target)

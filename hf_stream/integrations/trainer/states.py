@@ -1,16 +1,19 @@
 """What a checkpoint holds beside the weights: states of optimizer, scheduler, gradient scaler and random generators.
 
-Trainer pickles them. Here each is a safetensors file; where only Trainer's own is there, Trainer reads it.
+Trainer pickles them. Here each is a safetensors file. Where Trainer's own file is there, Trainer reads that: our
+checkpoints begin as empty directories, so it has come later, from a run without the callback.
 """
 
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME
 from transformers.trainer_pt_utils import safe_globals
 
 from hf_stream.checkpoint.nested import load_nested, save_nested
@@ -22,6 +25,9 @@ SCALER = "scaler.safetensors"
 
 Plain = Callable[..., Any]
 
+# What torch reads without running code is one list for all threads, and transformers takes its entries off again.
+_safe_globals_lock = threading.Lock()
+
 
 def save_optimizer_and_scheduler(settings: Settings, trainer: Any, plain: Plain, output_dir: str) -> None:
     """In place of `Trainer._save_optimizer_and_scheduler`."""
@@ -32,7 +38,7 @@ def save_optimizer_and_scheduler(settings: Settings, trainer: Any, plain: Plain,
 
 def load_optimizer_and_scheduler(settings: Settings, trainer: Any, plain: Plain, checkpoint: str | None) -> None:
     """In place of `Trainer._load_optimizer_and_scheduler`."""
-    if checkpoint is None or not Path(checkpoint, OPTIMIZER).is_file():
+    if checkpoint is None or not _is_ours(checkpoint, OPTIMIZER, OPTIMIZER_NAME):
         plain(checkpoint)
         return
     args = trainer.args
@@ -51,7 +57,7 @@ def save_scaler(settings: Settings, trainer: Any, plain: Plain, output_dir: str)
 
 def load_scaler(settings: Settings, trainer: Any, plain: Plain, checkpoint: str | None) -> None:
     """In place of `Trainer._load_scaler`."""
-    if checkpoint is None or not Path(checkpoint, SCALER).is_file():
+    if checkpoint is None or not _is_ours(checkpoint, SCALER, SCALER_NAME):
         plain(checkpoint)
     else:
         trainer.accelerator.scaler.load_state_dict(load_nested(Path(checkpoint, SCALER)))
@@ -63,7 +69,7 @@ def save_rng_state(settings: Settings, trainer: Any, plain: Plain, output_dir: s
     with tempfile.TemporaryDirectory() as scratch:
         plain(scratch)
         for file in Path(scratch).iterdir():
-            with safe_globals():  # type: ignore[no-untyped-call]
+            with _safe_globals_lock, safe_globals():  # type: ignore[no-untyped-call]
                 states = torch.load(file, weights_only=True)
             save_nested(states, Path(output_dir, file.with_suffix(".safetensors").name))
 
@@ -71,12 +77,18 @@ def save_rng_state(settings: Settings, trainer: Any, plain: Plain, output_dir: s
 def load_rng_state(settings: Settings, trainer: Any, plain: Plain, checkpoint: str | None) -> None:
     """In place of `Trainer._load_rng_state`, which is given what it would have written."""
     name = "rng_state" if trainer.args.world_size <= 1 else f"rng_state_{trainer.args.process_index}"
-    if checkpoint is None or not Path(checkpoint, f"{name}.safetensors").is_file():
-        plain(checkpoint)
+    if checkpoint is None or not _is_ours(checkpoint, f"{name}.safetensors", f"{name}.pth"):
+        with _safe_globals_lock:
+            plain(checkpoint)
         return
     with tempfile.TemporaryDirectory() as scratch:
         torch.save(load_nested(Path(checkpoint, f"{name}.safetensors")), Path(scratch, f"{name}.pth"))
-        plain(scratch)
+        with _safe_globals_lock:
+            plain(scratch)
+
+
+def _is_ours(checkpoint: str, name: str, plain_name: str) -> bool:
+    return Path(checkpoint, name).is_file() and not Path(checkpoint, plain_name).is_file()
 
 
 def _save(owner: Any, path: Path, settings: Settings) -> None:

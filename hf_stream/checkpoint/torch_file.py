@@ -28,7 +28,7 @@ from hf_stream.lazy import LazyTensor
 from hf_stream.lazy.sources import Leaf
 from hf_stream.storage.base import Storage
 from hf_stream.storage.file import FileStorage
-from hf_stream.storage.inflated import InflatedFile, inflate
+from hf_stream.storage.inflated import InflatedFile, check_crc32, inflate
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,7 @@ class TorchFile:
             storages = reader.storages
             if stop != len(data):
                 raise FormatError(f"'{name}' has {len(data) - stop} bytes after its end. Get the file again.")
-        for storage in storages.values():
-            self._places[storage.key] = self._place(storage, found)
+        self._find_places(storages.values(), found)
         return state
 
     def _check_marks(self, found: Mapping[str, Record]) -> None:
@@ -138,28 +137,15 @@ class TorchFile:
         if record.nbytes > _MAX_PICKLE:
             raise FormatError(f"'{self.name}': record '{record.name}' of {record.nbytes} bytes is no pickle of tensors")
         content = b"".join(self._pieces(record))
-        self._compare(record, zlib.crc32(content))
+        check_crc32(self.name, record, zlib.crc32(content))
         return content
 
     def _pieces(self, record: Record) -> Iterator[bytes]:
         if record.deflated:
-            yield from inflate(
-                self.storage,
-                record.start,
-                record.stored_nbytes,
-                record.nbytes,
-                f"'{self.name}': record '{record.name}'",
-            )
+            yield from inflate(self.storage, record)
             return
         for start in range(0, record.nbytes, _CHUNK):
             yield self._read(record.start + start, min(_CHUNK, record.nbytes - start))
-
-    def _compare(self, record: Record, crc32: int) -> None:
-        if record.crc32 not in (0, crc32):
-            raise FormatError(
-                f"'{self.name}': the CRC-32 of record '{record.name}' is {crc32:#010x}, the file says "
-                f"{record.crc32:#010x}. The file is damaged: get it again."
-            )
 
     def _verify(self, records: Iterable[Record]) -> None:
         unknown = 0
@@ -167,27 +153,30 @@ class TorchFile:
             crc32 = 0
             for piece in self._pieces(record):
                 crc32 = zlib.crc32(piece, crc32)
-            self._compare(record, crc32)
+            check_crc32(self.name, record, crc32)
             unknown += record.crc32 == 0 and crc32 != 0
         if unknown:
             logger.warning("'%s' has no CRC-32 for %d of its records: they cannot be verified", self.name, unknown)
 
-    def _place(self, storage: StorageRecord, found: Mapping[str, Record]) -> tuple[Storage, int]:
-        record = found.get(f"data/{storage.key}")
-        if record is None:
-            raise FormatError(
-                f"'{self.name}' has no record 'data/{storage.key}', which its pickle names. Get it again."
-            )
-        if record.nbytes != storage.nbytes:
-            raise FormatError(
-                f"'{self.name}': record '{record.name}' has {record.nbytes} bytes, but its storage {storage.nbytes}. "
-                "The file is damaged: get it again."
-            )
-        if not record.deflated:
-            return self.storage, record.start
-        name = f"'{self.name}': record '{record.name}'"
-        inflated = InflatedFile(self.storage, record.start, record.stored_nbytes, record.nbytes, record.crc32, name)
-        return inflated, 0
+    def _find_places(self, storages: Iterable[StorageRecord], found: Mapping[str, Record]) -> None:
+        deflated: list[tuple[str, Record]] = []
+        for storage in storages:
+            record = found.get(f"data/{storage.key}")
+            if record is None:
+                raise FormatError(
+                    f"'{self.name}' has no record 'data/{storage.key}', which its pickle names. Get it again."
+                )
+            if record.nbytes != storage.nbytes:
+                raise FormatError(
+                    f"'{self.name}': record '{record.name}' has {record.nbytes} bytes, but its storage "
+                    f"{storage.nbytes}. The file is damaged: get it again."
+                )
+            if record.deflated:
+                deflated.append((storage.key, record))
+            self._places[storage.key] = self.storage, record.start
+        if deflated:
+            inflated = InflatedFile(self.storage, [record for _, record in deflated])
+            self._places |= {key: (inflated, inflated.start_of(n)) for n, (key, _) in enumerate(deflated)}
 
     def lazy(self, record: TensorRecord) -> LazyTensor:
         """The tensor, as a parameter or with the attributes that it has; one object for one record."""

@@ -36,7 +36,7 @@ def read_legacy(storage: FileStorage) -> tuple[Any, Places]:
     name = storage.name
     if storage.nbytes == 0:
         raise FormatError(f"'{name}' is empty")
-    with mmap.mmap(storage.fileno(), 0, access=mmap.ACCESS_READ) as data:
+    with storage.descriptor() as fd, mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
         state, used = _check(data, name)
     logger.warning(
         "'%s' is of the format that torch.save had before 1.6, which is loaded as a whole: it takes %d bytes of "
@@ -44,7 +44,7 @@ def read_legacy(storage: FileStorage) -> tuple[Any, Places]:
         name,
         storage.nbytes,
     )
-    with os.fdopen(os.dup(storage.fileno()), "rb") as file:
+    with storage.descriptor() as fd, open(os.dup(fd), "rb") as file:
         file.seek(0)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     places: Places = {record.key: (MemoryStorage(torch.empty(0)), 0) for record in used.values() if not record.nbytes}

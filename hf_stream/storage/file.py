@@ -231,8 +231,8 @@ class FileStorage(Storage):
         return tensor.view(tuple(size))
 
 
-def reserve_space(fd: int, nbytes: int, name: str) -> None:
-    """Give an empty file its size and its space, so that a full disk is an error now and not in mid-copy.
+def reserve_space(fd: int, nbytes: int, name: str, start: int = 0) -> None:
+    """Give a file bytes that it did not have, and their space: a full disk is an error now and not in mid-copy.
 
     Raises:
         OSError: ENOSPC, naming the file, if the space is not there.
@@ -241,7 +241,7 @@ def reserve_space(fd: int, nbytes: int, name: str) -> None:
         return
     if hasattr(os, "posix_fallocate"):
         try:
-            os.posix_fallocate(fd, 0, nbytes)
+            os.posix_fallocate(fd, start, nbytes)
             return
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
@@ -249,4 +249,4 @@ def reserve_space(fd: int, nbytes: int, name: str) -> None:
     free = os.fstatvfs(fd)
     if free.f_bavail * free.f_frsize < nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
-    os.ftruncate(fd, nbytes)
+    os.ftruncate(fd, max(start + nbytes, os.fstat(fd).st_size))

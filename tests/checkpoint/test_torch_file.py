@@ -267,15 +267,16 @@ def test_compressed_entries_are_inflated_when_they_are_needed(tmp_path: Path, mo
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     path = FOLDER / "good/repacked_deflated.pt"
-    made: list[InflatedFile] = []
-    inflated = InflatedFile._inflated
-    monkeypatch.setattr(InflatedFile, "_inflated", lambda file: made.append(file) or inflated(file))
+    made: list[str] = []
+    inflated = InflatedFile._inflate
+    monkeypatch.setattr(InflatedFile, "_inflate", lambda *args: made.append(args[1].name) or inflated(*args))
     state = open_torch_file(path)
     assert not made
     wanted = torch.load(path, weights_only=True)
     for _ in range(2):
         for name, lazy in state.items():
             assert same_bits(lazy.materialize(), wanted[name])
+    assert sorted(set(made)) == sorted(made)
     assert len(made) == len({lazy._source for lazy in state.values()})
     assert not list(tmp_path.iterdir())  # scratch files have no names
 

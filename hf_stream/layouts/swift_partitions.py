@@ -72,7 +72,7 @@ def divide(weights: Mapping[str, torch.Tensor], tp: int, heads: Heads) -> dict[s
     return results
 
 
-def join(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Heads]:
+def join(tensors: Mapping[str, torch.Tensor], tp: int) -> tuple[dict[str, torch.Tensor], Heads]:
     """What `divide` undoes: whole weights, and the numbers of heads that the shapes tell.
 
     Raises:
@@ -86,7 +86,9 @@ def join(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], 
             whole[name] = tensor
         else:
             groups.setdefault(found["name"], {})[int(found["number"])] = tensor
-    tp = 1 + max((number for group in groups.values() for number in group), default=-1)
+    count = 1 + max((number for group in groups.values() for number in group), default=-1)
+    if count not in (0, tp):
+        raise LayoutError(f"the tensors are in {count} partitions, and swift_transformer({tp}) wants {tp}. Change tp.")
     pieces = {name: _in_order(name, group, tp) for name, group in groups.items()}
     heads = _heads_of(pieces)
     weights: dict[str, torch.Tensor] = {}

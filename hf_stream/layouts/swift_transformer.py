@@ -160,7 +160,7 @@ class FromSwiftTransformer(Composable):
     forward: SwiftTransformer
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        whole, heads = join(tensors)
+        whole, heads = join(tensors, self.forward.tp)
         family = "Llama" if LAYER.format(0) + "fc3.weight" in whole else "OPT"
         check_names(family, whole)
         check_shapes(whole)

@@ -102,7 +102,7 @@ class SwiftTransformer(Composable):
         numbers = [tensors[qkv.format(i)].shape[-2] for i in range(self.tp) if qkv.format(i) in tensors]
         if len(set(numbers)) > 1:
             logger.warning(
-                "the heads do not divide by %d (there are %s in the partitions): SwiftTransformer loads such a model "
+                "the heads do not divide by %d (the partitions have %s of them): SwiftTransformer loads such a model "
                 "on a single GPU only",
                 self.tp,
                 ", ".join(map(str, numbers)),

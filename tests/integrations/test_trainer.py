@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,15 +13,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from trainings import EXPERTS, SIZES, differing, llama, moe, texts, trainer, weights_of
+from trainings import SIZES, differing, llama, moe, quickly, texts, trainer, weights_of
 from transformers import Trainer
 from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
 import hf_stream
-from hf_stream import CheckpointError, Layout, LayoutError, StreamingMixin
+from hf_stream import CheckpointError, Layout, LayoutError
 from hf_stream.checkpoint.nested import load_nested
-from hf_stream.integrations.trainer import StreamingCheckpointCallback, weights
-from hf_stream.layouts import Apply, Drop, Rename, packed_gate_up, packed_qkv, stacked_experts
+from hf_stream.integrations.trainer import StreamingCheckpointCallback
+from hf_stream.layouts import Apply, Drop, packed_gate_up, packed_qkv, stacked_experts
 
 WEIGHTS = "model.safetensors"
 EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "of_trainer": {"eval_dataset": texts(4)}}
@@ -30,14 +29,8 @@ EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "of_trai
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
-    """Trainer collects garbage, which takes longest where nothing new can be: in all that has been imported."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
+    with quickly():
+        yield
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -290,6 +283,23 @@ def test_with_room_for_one_only_the_best_is_left(tmp_path: Path, monkeypatch: py
     assert str(tmp_path / "checkpoint-4") not in removed
 
 
+def test_nothing_is_removed_before_the_best_model_has_been_loaded(tmp_path: Path) -> None:
+    arguments = {"metric_for_best_model": "loss", "greater_is_better": True, "load_best_model_at_end": True}
+    run = trainer(llama(), tmp_path, StreamingCheckpointCallback(), **EVALUATES, **arguments, save_total_limit=1)
+    load = run._load_best_model
+
+    def failing() -> None:
+        raise RuntimeError
+
+    vars(run)["_load_best_model"] = failing
+    with pytest.raises(RuntimeError):
+        run.train()
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
+    vars(run)["_load_best_model"] = load
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
 def test_what_is_being_uploaded_is_not_written_to(tmp_path: Path) -> None:
     run = trainer(llama(), tmp_path, StreamingCheckpointCallback())
     waited = []
@@ -368,144 +378,6 @@ def test_subclasses_that_extend_the_methods_are_heard(tmp_path: Path) -> None:
     trainer(moe(), tmp_path, StreamingCheckpointCallback(), cls=Extended, max_steps=2).train()
     assert calls == [str(tmp_path / "checkpoint-2")]
     assert {"mine.txt", "rng_state.safetensors"} <= set(names(tmp_path / "checkpoint-2"))
-
-
-def test_a_module_of_ones_own_is_saved_and_resumed(tmp_path: Path) -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Embedding(SIZES["vocab_size"], 8)
-            self.head = nn.Linear(8, SIZES["vocab_size"], bias=False)
-            self.head.weight = self.words.weight
-
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            logits = self.head(self.words(input_ids))
-            return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
-
-    layout = Layout([Rename("words.{rest}", "embedding.{rest}")])
-    run = trainer(Own(), tmp_path, StreamingCheckpointCallback(layout), max_steps=2)
-    run.train()
-    assert set(load_file(tmp_path / "checkpoint-2" / WEIGHTS)) == {"embedding.weight", "head.weight"}
-    again = trainer(Own(), tmp_path, StreamingCheckpointCallback(layout))
-    again._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
-    assert torch.equal(again.model.words.weight, run.model.words.weight)
-    edited(tmp_path / "checkpoint-2", tmp_path / "checkpoint-3", lambda tensors: tensors.update(x=torch.ones(1)))
-    with pytest.raises(CheckpointError, match="'x'"):
-        again._load_from_checkpoint(str(tmp_path / "checkpoint-3"))
-
-
-def test_older_weights_of_a_module_are_whole_until_the_new_ones_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = trainer(nn.Sequential(nn.Linear(2, 2)), tmp_path, StreamingCheckpointCallback())
-    run.save_model(str(tmp_path / "final"))
-    assert names(tmp_path / "final") == [WEIGHTS, "training_args.bin"]
-    before = contents(tmp_path / "final")
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(weights, "save_module", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run.save_model(str(tmp_path / "final"))
-    assert contents(tmp_path / "final")[WEIGHTS] == before[WEIGHTS]
-
-
-def without_its_last_layer(model: Any) -> None:
-    model.model.layers = model.model.layers[:-1]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: setattr(model, "value", nn.Linear(16, 1)),
-        lambda model: setattr(model, "lm_head", nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 64))),
-        lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight),
-        lambda model: nn.utils.parametrizations.weight_norm(model.lm_head),
-        without_its_last_layer,
-    ],
-    ids=["extra", "replaced", "tied", "parametrized", "fewer"],
-)
-def test_a_model_that_is_not_what_its_config_says_is_resumed(tmp_path: Path, change: Callable[[Any], Any]) -> None:
-    def changed(seed: int) -> Any:
-        torch.manual_seed(seed)
-        model = transformers.Qwen3MoeForCausalLM(
-            transformers.Qwen3MoeConfig(**{**SIZES, **EXPERTS, "num_hidden_layers": 2})
-        )
-        change(model)
-        return model
-
-    run = trainer(changed(0), tmp_path, StreamingCheckpointCallback())
-    run.save_model(str(tmp_path / "checkpoint-2"))
-    again = trainer(changed(5), tmp_path, StreamingCheckpointCallback())
-    assert differing(weights_of(again.model), weights_of(run.model))
-    again._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
-    assert differing(weights_of(again.model), weights_of(run.model)) == []
-
-
-def test_the_layout_of_a_streaming_class_comes_before_the_callbacks(tmp_path: Path) -> None:
-    class Packed(StreamingMixin, transformers.LlamaForCausalLM):
-        layout = Layout([Rename("transformer.{rest:+}", "model.{rest}")])
-
-    renamed = Layout([Rename("lm_head.weight", "head.weight")])
-    config = transformers.LlamaConfig(**SIZES)
-    for directory, layout in (("own", None), ("both", renamed)):
-        run = trainer(Packed(config), tmp_path / directory, StreamingCheckpointCallback(layout), max_steps=2)
-        run.train()
-        saved = load_file(tmp_path / directory / "checkpoint-2" / WEIGHTS)
-        assert {name.split(".")[0] for name in saved} == {"transformer", "lm_head" if layout is None else "head"}
-        again = trainer(Packed(config), tmp_path / directory, StreamingCheckpointCallback(layout))
-        again._load_from_checkpoint(str(tmp_path / directory / "checkpoint-2"))
-        assert differing(dict(again.model.state_dict()), weights_of(run.model)) == []
-
-
-def test_what_a_model_never_saves_stays_as_it_is(tmp_path: Path) -> None:
-    config = transformers.MarianConfig(
-        vocab_size=32,
-        d_model=8,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        max_position_embeddings=16,
-        pad_token_id=0,
-        decoder_start_token_id=0,
-    )
-    run = trainer(transformers.MarianMTModel(config), tmp_path, StreamingCheckpointCallback())
-    run.save_model(str(tmp_path / "checkpoint-1"))
-    saved = load_file(tmp_path / "checkpoint-1" / WEIGHTS)
-    assert not [name for name in saved if "embed_positions" in name]
-    again = trainer(transformers.MarianMTModel(config), tmp_path, StreamingCheckpointCallback())
-    again._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
-    assert differing(dict(again.model.state_dict()), weights_of(run.model)) == []
-
-
-# peft asks models for a property that transformers has renamed.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_are_left_to_peft(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-
-    def adapted(seed: int) -> Any:
-        model = llama(seed=0)
-        torch.manual_seed(seed)
-        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))
-
-    plain, ours = tmp_path / "plain", tmp_path / "ours"
-    trainer(adapted(1), plain).train()
-    run = trainer(adapted(1), ours, StreamingCheckpointCallback())
-    run.train()
-    assert (
-        contents(ours / "checkpoint-4")["adapter_model.safetensors"]
-        == (contents(plain / "checkpoint-4")["adapter_model.safetensors"])
-    )
-    assert "optimizer.safetensors" in names(ours / "checkpoint-4")
-    again = trainer(adapted(5), ours, StreamingCheckpointCallback())
-    again.train(resume_from_checkpoint=str(ours / "checkpoint-2"))
-    assert differing(dict(again.model.state_dict()), weights_of(run.model)) == []
-    with pytest.raises(LayoutError, match="adapters"):
-        trainer(adapted(1), ours, StreamingCheckpointCallback(packed_gate_up()))
 
 
 def test_the_gradient_scaler_comes_back(tmp_path: Path) -> None:

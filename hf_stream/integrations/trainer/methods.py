@@ -71,6 +71,8 @@ def save(
         plain(output_dir, state_dict)
         return
     if isinstance(model, PreTrainedModel):
+        if state_dict is None and model is not trainer.model:
+            state_dict = model.state_dict()  # Trainer would save the names of what is wrapped around it
         with weights.streaming(model, settings):
             plain(output_dir, state_dict)
     elif trainer.args.should_save:
@@ -103,12 +105,25 @@ def load_best_model(settings: Settings, trainer: Any, plain: Plain) -> None:
 
 
 def finalize_training(settings: Settings, trainer: Any, plain: Plain, trial: Any, *args: Any, **kwargs: Any) -> Any:
-    """Before `Trainer._finalize_training`, remove what it would: there, a kill would leave half of a checkpoint."""
+    """Before `Trainer._finalize_training` can, remove what it would: there, a kill would leave half of a checkpoint."""
     best = trainer.state.best_model_checkpoint
-    if trainer.args.should_save and best is not None and trainer.args.save_total_limit == 1:
+    if not trainer.args.should_save or best is None or trainer.args.save_total_limit != 1:
+        return plain(trial, *args, **kwargs)
+    load = trainer._load_best_model
+
+    def remove_others() -> None:
         for checkpoint in sort_checkpoints(trainer._get_output_dir(trial)):
             if not os.path.samefile(checkpoint, best):
                 place.remove(Path(checkpoint))
+
+    def load_first() -> None:
+        load()
+        remove_others()
+
+    if trainer.args.load_best_model_at_end:
+        with _instead(trainer, _load_best_model=load_first):
+            return plain(trial, *args, **kwargs)
+    remove_others()
     return plain(trial, *args, **kwargs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Beside the weights, if they are in a layout of their own.
 RECORD = "hf_stream.json"
+
+_WRAPPERS = re.compile(r"((module|_orig_mod)\.)+")
 
 
 def who_saves(model: Any) -> str | None:
@@ -86,7 +89,7 @@ def load_weights(model: nn.Module, directory: Path, settings: Settings) -> None:
         CheckpointError: A weight is missing or left over, or the checkpoint is in another layout than the callback's.
             Nothing has been changed then.
     """
-    tensors: Mapping[str, torch.Tensor] = open_checkpoint(directory)
+    tensors = _unwrapped(open_checkpoint(directory), model)
     if _is_in_layout(directory, settings):
         assert settings.layout is not None
         tensors = apply_layout(settings.layout.inverse, tensors)
@@ -117,6 +120,14 @@ def layout_to_file(model: Any, settings: Settings) -> TwoWay | None:
     if not is_two_way(own):
         raise LayoutError(f"the layout of {type(model).__name__} has no inverse, which saving needs; make it a Layout")
     return Chain.of([own.inverse, settings.layout] if settings.layout is not None else [own.inverse])
+
+
+def _unwrapped(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Weights under the model's own names, where Trainer has saved a wrapper's: `torch.compile`'s, `DataParallel`'s."""
+    found = {name: _WRAPPERS.match(name) for name in tensors}
+    if all(found.values()) and found.keys().isdisjoint(model.state_dict()):
+        return {name[match.end() :]: tensors[name] for name, match in found.items() if match}
+    return tensors
 
 
 def _never_saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:

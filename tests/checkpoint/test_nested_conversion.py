@@ -140,7 +140,6 @@ def test_a_failed_conversion_leaves_what_was_there(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(FileStorage, "copy_to", fail)
-    monkeypatch.setattr(FileStorage, "read_scattered", fail)
     with pytest.raises(CopyError):
         hf_stream.convert(source, target)
     monkeypatch.undo()

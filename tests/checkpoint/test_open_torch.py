@@ -110,6 +110,12 @@ def test_the_only_dict_of_tensors_needs_no_key(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "z.pt")
 
 
+def test_a_number_and_its_text_are_not_two_names(tmp_path: Path) -> None:
+    torch.save({0: torch.ones(1), "0": torch.zeros(1)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="two tensors of one name"):
+        open_checkpoint(tmp_path / "x.pt")
+
+
 def test_a_part_that_is_not_wanted_may_hold_what_cannot_be_read(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "masks": {"m": torch.eye(2).to_sparse()}}, tmp_path / "x.pt")
     assert open_checkpoint(tmp_path / "x.pt", key="model")["w"].tolist() == [1, 1]

@@ -352,6 +352,37 @@ def test_pickles_that_would_take_the_machine_down_do_not(tmp_path: Path, data: b
     assert _anonymous() - before < 100 << 20
 
 
+_RIGHT_PICKLE = _pickle_of_bytes(3)
+_HOOKS = b"\x89ccollections\nOrderedDict\n)R"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fact"),
+    [
+        (_text("storage"), _text("module"), "something else than a storage"),
+        (_HOOKS, _HOOKS + _text("hook") + b"Ns", "hooks"),
+        (_HOOKS, b"\x89N" + b"}" + _text("fake") + b"\x88s", "metadata"),
+        (_HOOKS, b"\x88ccollections\nOrderedDict\n)R", "requires_grad"),
+        (_HOOKS, b"\x89N}" + _text("conj") + b"\x88s", "conjugated"),
+        (_text("cpu"), _text("meta"), "device"),
+        (_text("0"), b"K\x00", "something else than a storage"),
+        (b"K\x00J", b"\x88J", "offset"),
+        (b"s.", b"s.N.", "after its end"),
+        (b"s.", b"sN.", "one object"),
+        (b"\x80\x02}", b"\x80\x02(}", "one object"),
+        (b"_rebuild_tensor_v2", b"_rebuild_tensor_v9", "_rebuild_tensor_v9"),
+        (b"torch\nByteStorage", b"torch\nQInt8Storage", "is a tensor of torch.qint8"),
+    ],
+)
+def test_pickles_that_torch_would_not_write_are_refused(tmp_path: Path, old: bytes, new: bytes, fact: str) -> None:
+    assert old in _RIGHT_PICKLE
+    right = write_pickle(tmp_path / "right.pt", _RIGHT_PICKLE, _0=b"abc")
+    assert open_torch_file(right)["w"].tolist() == [97, 98, 99]
+    wrong = write_pickle(tmp_path / "wrong.pt", _RIGHT_PICKLE.replace(old, new, 1), _0=b"abc")
+    with pytest.raises(FormatError, match=rf"wrong\.pt.*{fact}"):
+        open_torch_file(wrong)
+
+
 @pytest.mark.parametrize("attribute", ["_source", "_window", "data", "materialize", "__class__", "_is_param", "grad"])
 def test_a_tensor_cannot_be_given_attributes_that_it_works_with(tmp_path: Path, attribute: str) -> None:
     data = b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(" + _REBUILD + b"ctorch\nTensor\n" + _arguments(3)

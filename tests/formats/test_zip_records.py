@@ -72,7 +72,18 @@ def test_archives_with_64_bit_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     found = _records(content)
     assert {name: content[r.start : r.start + r.nbytes] for name, r in found.items()} == _SAMPLE
     end = content.index(b"PK\x06\x06")
-    for at in (4, 16, 20, 24, 32, 40, 48):  # each field of the 64-bit end record matters
+    for at in (
+        4,
+        16,
+        20,
+        24,
+        32,
+        40,
+        48,
+        56 + 4,
+        56 + 8,
+        56 + 16,
+    ):  # each field of the 64-bit end and of its locator matters
         damaged = bytearray(content)
         damaged[end + at] ^= 1
         with pytest.raises(FormatError, match=r"x\.pt"):

@@ -110,6 +110,16 @@ def test_pieces_are_small_whatever_the_ratio(tmp_path: Path) -> None:
     assert max(sizes) <= 1 << 20
 
 
+def test_no_more_is_inflated_than_declared(tmp_path: Path) -> None:
+    deflater = zlib.compressobj(wbits=-15)
+    data = b"".join([deflater.compress(bytes(1 << 24)) for _ in range(4)]) + deflater.flush()
+    (tmp_path / "x").write_bytes(data)
+    pieces = inflate(FileStorage(tmp_path / "x"), Record("r", 0, len(data), 3 << 20, 0, True))
+    assert sum(len(next(pieces)) for _ in range(3)) == 3 << 20
+    with pytest.raises(FormatError, match="does not give"):
+        next(pieces)
+
+
 @pytest.mark.parametrize("difference", [-1, 1, -len(CONTENT), 10**6])
 def test_another_size_than_declared_is_an_error(packed: FileStorage, difference: int) -> None:
     file = _inflated(packed, _record(nbytes=len(CONTENT) + difference))

@@ -49,6 +49,14 @@ def save_nested_until_killed(template: str, top: str, value: str, file: str, max
     _save_until_killed(template, top, lambda copy: hf_stream.save_nested(state, copy / file, max_shard_size=size))
 
 
+def convert_to_partitions_until_killed(template: str, top: str, source: str) -> None:
+    """The same for SwiftTransformer's partitions."""
+    layout = hf_stream.layouts.swift_transformer(2, head_dim=4)
+    # What the first conversion imports, each of the processes would import anew.
+    hf_stream.convert(source, Path(top, "first"), layout=layout, progress=False)
+    _save_until_killed(template, top, lambda copy: hf_stream.convert(source, copy, layout=layout, progress=False))
+
+
 def _save_until_killed(template: str, top: str, save: Callable[[Path], object]) -> None:
     for limit in range(1000):
         copy = Path(top, str(limit))

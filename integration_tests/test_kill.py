@@ -181,3 +181,37 @@ def test_a_nested_state_killed_at_any_change_is_the_old_or_the_new_one(tmp_path:
     assert outcomes[0] == (1 if exists else None)
     assert outcomes[-1] == 2
     assert set(outcomes) == ({1, 2} if file == "s.safetensors" else {1, 2, None} if exists else {None, 2})
+
+
+def llama_of_meta(layers: int, value: float) -> dict[str, torch.Tensor]:
+    shapes = {"tok_embeddings.weight": (8, 8), "norm.weight": (8,), "output.weight": (8, 8)}
+    for layer in range(layers):
+        shapes |= {f"layers.{layer}.attention.w{x}.weight": (8, 8) for x in "qkvo"}
+        shapes |= {f"layers.{layer}.feed_forward.w{x}.weight": (8, 8) for x in "123"}
+        shapes |= {f"layers.{layer}.{norm}_norm.weight": (8,) for norm in ("attention", "ffn")}
+    return {name: torch.full(shape, value) for name, shape in shapes.items()}
+
+
+def test_partitions_killed_at_any_change_are_never_a_mixture(tmp_path: Path) -> None:
+    for layers, value in ((2, 1.0), (1, 2.0)):
+        torch.save(llama_of_meta(layers, value), tmp_path / f"{layers}.pth")
+    layout = hf_stream.layouts.swift_transformer(2, head_dim=4)
+    hf_stream.convert(tmp_path / "2.pth", tmp_path / "template", layout=layout)
+    hf_stream.convert(tmp_path / "1.pth", tmp_path / "wanted", layout=layout)
+    old, new = contents(tmp_path / "template"), contents(tmp_path / "wanted")
+    count = int(run("convert_to_partitions_until_killed", tmp_path / "template", tmp_path, tmp_path / "1.pth"))
+    assert count >= 50
+    outcomes = []
+    for limit in range(count + 1):
+        directory = tmp_path / str(limit)
+        # As a loader sees it that knows nothing of us, and opens file after file.
+        left = contents(directory)
+        assert left.items() <= old.items() or left.items() <= new.items()
+        loaded = values_by_us(directory)
+        assert loaded in ({1.0}, {2.0}, None)
+        settle(directory)
+        assert contents(directory) == (new if loaded is None else left)
+        outcomes.append(loaded)
+    assert outcomes[0] == {1.0}
+    assert None in outcomes
+    assert outcomes[-1] == {2.0}

@@ -130,12 +130,13 @@ def _divide(name: str, tensor: torch.Tensor, dim: int, tp: int) -> Sequence[torc
 
 def _divide_qkv(three: Sequence[torch.Tensor], heads: Heads, tp: int) -> list[torch.Tensor]:
     """Query, key and value [heads * dim, hidden] or [heads * dim] to [hidden, heads, dim] or [heads, dim] each."""
-    numbers = (heads.query, heads.key, heads.key)
+    shares = heads.shares(tp)
     pieces = [
-        tensor.t().reshape(*tensor.shape[1:], number, heads.dim).split(_shares(number, tp), -2)  # type: ignore[no-untyped-call]
-        for tensor, number in zip(three, numbers, strict=True)
+        tensor.split([share[which] * heads.dim for share in shares])  # type: ignore[no-untyped-call]
+        for which, tensor in enumerate(three)
     ]
-    return [torch.cat(group, -2) for group in zip(*pieces, strict=True)]
+    rows = [torch.cat(group) for group in zip(*pieces, strict=True)]
+    return [part.t().view(*part.shape[1:], sum(share), heads.dim) for part, share in zip(rows, shares, strict=True)]
 
 
 def _join_qkv(name: str, pieces: Sequence[torch.Tensor], heads: Heads) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import EllipsisType
@@ -99,7 +100,10 @@ def emptied(model: PreTrainedModel) -> PreTrainedModel:
         if id(module) not in copies:
             # Neither copy nor deepcopy: modules may forbid them, or hold what cannot be copied.
             made = copies[id(module)] = object.__new__(type(module))
-            vars(made).update(vars(module))
+            # Hooks on what a copy never does may hold the module itself, and its weights with it.
+            kept = {k: v for k, v in vars(module).items() if not k.endswith("_hooks") or k.startswith("_state_dict")}
+            hooks: dict[str, Any] = {name: OrderedDict() for name in vars(module).keys() - kept.keys()}
+            vars(made).update(kept | hooks)
             vars(made)["_parameters"] = {name: on_meta(tensor) for name, tensor in module._parameters.items()}
             vars(made)["_buffers"] = {name: on_meta(tensor) for name, tensor in module._buffers.items()}
             vars(made)["_modules"] = {name: copied(child) for name, child in module._modules.items()}

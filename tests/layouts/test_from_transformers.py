@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -468,3 +470,16 @@ def test_a_model_that_was_changed_is_taken_as_it_is(tmp_path: Path, bert: tuple[
     assert all(same_bits(again[name], weights[name]) for name in weights)
     with pytest.raises(LayoutError, match="value"):
         from_transformers(bert[0])(weights)
+
+
+def test_the_weights_of_a_model_are_not_kept() -> None:
+    # Its modules have hooks of their own methods.
+    model: Any = architectures.random_model(
+        transformers.MambaForCausalLM, architectures.small_config("mamba", transformers.MambaForCausalLM)
+    )
+    kept = [weakref.ref(weight) for weight in model.parameters()]
+    layout = from_transformers(model)
+    del model
+    gc.collect()
+    assert not any(weight() is not None for weight in kept)
+    assert "backbone.embeddings.weight" in layout.skeleton().state_dict()

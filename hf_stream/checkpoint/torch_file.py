@@ -21,7 +21,7 @@ from hf_stream.errors import FormatError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.nested_paths import path_of
 from hf_stream.formats.pickle_reader import Function, Inert, InertClass
-from hf_stream.formats.torch_pickle import Refused, StorageRecord, TensorRecord, TorchPickle
+from hf_stream.formats.torch_pickle import Refused, StorageKind, StorageRecord, TensorRecord, TorchPickle
 from hf_stream.formats.torchscript_pickle import attributes_of, read_torchscript_pickle
 from hf_stream.formats.zip_records import SIGNATURE, Record, read_records
 from hf_stream.lazy import LazyTensor
@@ -34,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 # A pickle says where tensors are, and some plain values; the largest models have some megabytes of that.
 _MAX_PICKLE: Final = 1 << 30
+# Such pickles compress to a fifth. One that is much smaller would need far more memory than the file has bytes.
+_MAX_INFLATION: Final = 16
+_SMALL: Final = 1 << 20
+_MAX_MARK: Final = 1000
 _CHUNK: Final = 1 << 20
 _MARKS: Final = {
     "byteorder": rb"little",
@@ -44,7 +48,7 @@ _MARKS: Final = {
     ".storage_alignment": rb"[0-9]{1,9}\n?",
 }
 _CONTAINERS: Final = frozenset({dict, OrderedDict, Counter, list, tuple})
-_NO_VALUES: Final = frozenset({Refused, StorageRecord, Function, Inert, InertClass})
+_NO_VALUES: Final = frozenset({Refused, StorageRecord, StorageKind, Function, Inert, InertClass})
 
 
 def open_torch_file(path: str | os.PathLike[str], *, verify: bool = False) -> Any:
@@ -126,9 +130,13 @@ class TorchFile:
         if "version" not in found and ".data/version" not in found:
             raise FormatError(f"'{self.name}' has no record 'version': torch cannot read it either. Get it again.")
         for mark, pattern in _MARKS.items():
-            if mark in found and not re.fullmatch(pattern, content := self._content(found[mark])):
+            if mark not in found:
+                continue
+            content = self._content(found[mark]) if found[mark].nbytes <= _MAX_MARK else None
+            if content is None or not re.fullmatch(pattern, content):
+                said = f"has {found[mark].nbytes} bytes" if content is None else f"says {content!r:.40}"
                 raise FormatError(
-                    f"'{self.name}': the record '{mark}' says {content!r:.40}, which is not known; "
+                    f"'{self.name}': the record '{mark}' {said}, which is not known; "
                     "if the file is right, load it with torch and save it again"
                 )
 
@@ -136,6 +144,11 @@ class TorchFile:
         """All of a small record, with its checksum compared."""
         if record.nbytes > _MAX_PICKLE:
             raise FormatError(f"'{self.name}': record '{record.name}' of {record.nbytes} bytes is no pickle of tensors")
+        if record.nbytes > max(_SMALL, _MAX_INFLATION * record.stored_nbytes):
+            raise FormatError(
+                f"'{self.name}': record '{record.name}' would grow from {record.stored_nbytes} to {record.nbytes} "
+                "bytes, as no pickle of tensors does; if the file is right, load it with torch and save it again"
+            )
         content = b"".join(self._pieces(record))
         check_crc32(self.name, record, zlib.crc32(content))
         return content
@@ -223,7 +236,7 @@ class TorchFile:
         except RecursionError:
             raise FormatError(f"'{self.name}' nests deeper than can be followed") from None
 
-    def _converted(self, value: Any, keys: tuple[object, ...], done: dict[int, Any]) -> Any:
+    def _converted(self, value: Any, keys: tuple[object, ...], done: dict[int, tuple[Any, Any]]) -> Any:
         kind = type(value)
         if kind is TensorRecord:
             return self.lazy(value)
@@ -234,13 +247,15 @@ class TorchFile:
         if kind not in _CONTAINERS:
             return value
         if id(value) in done:
-            return done[id(value)]
+            return done[id(value)][1]
         if kind is tuple:
             # It cannot hold itself but through a list or a dict.
             parts = tuple(self._converted(item, (*keys, at), done) for at, item in enumerate(value))
-            done[id(value)] = parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
-            return done[id(value)]
-        done[id(value)] = value
+            new = parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
+            # With the old one, which must not go away: another would get its id.
+            done[id(value)] = value, new
+            return new
+        done[id(value)] = value, value
         for key, item in value.items() if kind is not list else enumerate(value):
             value[key] = self._converted(item, (*keys, key), done)
         if hasattr(value, "__dict__"):

@@ -91,8 +91,11 @@ def _find_storages(record: Any, loaded: Any, places: Places, seen: set[int]) -> 
         record, loaded = todo.pop()
         if id(record) in seen:
             continue
-        if isinstance(record, TensorRecord) and record.storage.nbytes:
-            places.setdefault(record.storage.key, (MemoryStorage(loaded), 0))
+        if isinstance(record, TensorRecord):
+            if record.storage.nbytes:
+                places.setdefault(record.storage.key, (MemoryStorage(loaded), 0))
+            if record.attributes:
+                todo.append((record.attributes, loaded.__dict__))
         elif isinstance(record, dict):
             todo.extend((value, loaded[key]) for key, value in record.items())
         elif isinstance(record, list | tuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from hf_stream.errors import CheckpointError
+from hf_stream.errors import CheckpointError, FormatError
 from hf_stream.formats.nested_paths import path_of
 from hf_stream.formats.torch_pickle import Refused, TensorRecord
 from hf_stream.lazy import LazyTensor
@@ -13,6 +13,7 @@ from hf_stream.lazy import LazyTensor
 Key = str | Sequence[object]
 
 _LISTED: Final = 8
+_MAX_DEPTH: Final = 500  # what is deeper cannot be followed
 _TENSORS: Final = (TensorRecord, Refused, LazyTensor)
 
 
@@ -29,7 +30,7 @@ def named_tensors(state: Any, key: Key | None, name: str) -> dict[str, Any]:
         CheckpointError: There is nothing at the key, or no key was given and several dicts could be meant. Lists them.
     """
     if key is None:
-        dicts = list(_dicts_of_tensors(state))
+        dicts = list(_dicts_of_tensors(state, name))
         if len(dicts) > 1:
             raise CheckpointError(
                 f"'{name}' holds {len(dicts)} dicts or lists of tensors; pass key= (--key on the command line) to say "
@@ -39,12 +40,12 @@ def named_tensors(state: Any, key: Key | None, name: str) -> dict[str, Any]:
     else:
         found = _at(state, key)
         if found is _NOTHING:
-            dicts = list(_dicts_of_tensors(state))
+            dicts = list(_dicts_of_tensors(state, name))
             raise CheckpointError(f"'{name}' has nothing at the key {key!r}; tensors are at {_listed(dicts) or 'none'}")
     tensors = _direct(found)
     if not tensors and _items(found) != []:
         where = f"'{name}'" if key is None else f"'{name}' at the key {key!r}"
-        dicts = list(_dicts_of_tensors(state))
+        dicts = list(_dicts_of_tensors(state, name))
         raise CheckpointError(f"{where} is no dict of tensors; these are at {_listed(dicts) or 'no key at all'}")
     named = {at if type(at) is str else path_of(() if at is None else (at,)): tensor for at, tensor in tensors}
     if len(named) < len(tensors):
@@ -69,7 +70,7 @@ def _direct(value: Any) -> list[tuple[Any, Any]]:
     return [(at, item) for at, item in _items(value) or () if isinstance(item, _TENSORS)]
 
 
-def _dicts_of_tensors(state: Any) -> Iterator[tuple[str, Any]]:
+def _dicts_of_tensors(state: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Every container with tensors in it, and how `_at` finds it."""
     todo: list[tuple[tuple[str, ...], Any]] = [((), state)]
     seen = set()
@@ -79,6 +80,8 @@ def _dicts_of_tensors(state: Any) -> Iterator[tuple[str, Any]]:
         if id(value) in seen or items is None:
             continue
         seen.add(id(value))
+        if len(keys) > _MAX_DEPTH:
+            raise FormatError(f"'{name}' nests deeper than {_MAX_DEPTH} levels; load it with torch and make it flatter")
         if _direct(value):
             yield "/".join(keys), value
         todo.extend(((*keys, str(at)), item) for at, item in reversed(items))

@@ -10,7 +10,7 @@ import mmap
 import pickle
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -27,9 +27,15 @@ _NEWEST_PROTOCOL: Final = 3  # later ones use opcodes that torch's reader does n
 _MAX_NAME: Final = 1000
 # A key is hashed by C code that follows it all the way down: nested deeply it would end the process.
 _MAX_KEY_NESTING: Final = 16
-_MAX_KEY_PARTS: Final = 1000
-_PLAIN_KEYS: Final = frozenset({str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device})
+_MAX_KEY_PARTS: Final = 100
+# Larger ones are no keys of anything, and can be made to have one hash, which makes a dict slow.
+_KEY_NUMBERS: Final = range(-(2**63), 2**63)
+_PLAIN_KEYS: Final = frozenset({str, int, float, bool, bytes, type(None), torch.dtype, torch.device})
 _DICTS: Final = (dict, OrderedDict, Counter)
+_SIZED: Final = frozenset({*_DICTS, list, tuple, set, str, bytes, bytearray})
+# What is there once may be copied by many calls, but not without end: so many items for each byte of the pickle.
+_MAX_COPIES: Final = 4
+_SMALL: Final = 1 << 16
 _OLD_MODULES: Final = {"__builtin__": "builtins", "torch.tensor": "torch._tensor"}
 
 
@@ -106,6 +112,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+        self._copies_left = _SMALL + _MAX_COPIES * (len(data) - start)
 
     def run(self) -> Any:
         data, steps = self._data, _STEPS
@@ -280,6 +287,9 @@ class _Machine:
         arguments, function = self._stack.pop(), self._stack[-1]
         if type(function) is not Function or type(arguments) is not tuple:
             self._refuse("call", function)
+        self._copy([arguments])
+        self._copy(arguments)
+        self._copy(part for argument in arguments if type(argument) is tuple for part in argument)
         self._stack[-1] = function.call(*arguments)
 
     def _new(self) -> None:
@@ -297,9 +307,16 @@ class _Machine:
                 # An attribute of the name of a method would hide it.
                 if type(key) is not str or hasattr(OrderedDict, key):
                     raise FormatError(f"an OrderedDict has the attribute {brief(key)}")
+            self._copy([state])
             target.__dict__.update(state)
         else:
             self._refuse("set the state of", target)
+
+    def _copy(self, values: Iterable[Any]) -> None:
+        """Count what a call may copy, before it does."""
+        self._copies_left -= sum(len(value) for value in values if type(value) in _SIZED)
+        if self._copies_left < 0:
+            raise FormatError("the pickle copies its values so often that they would grow without measure")
 
     def _refuse(self, what: str, value: Any) -> NoReturn:
         shown = value.name if isinstance(value, Function | InertClass) else f"a {type(value).__name__}"
@@ -323,7 +340,7 @@ def check_key(key: Any) -> None:
         parts += 1
         if type(item) in (tuple, torch.Size) and depth < _MAX_KEY_NESTING and parts + len(item) < _MAX_KEY_PARTS:
             todo.extend((part, depth + 1) for part in item)
-        elif type(item) not in _PLAIN_KEYS:
+        elif type(item) not in _PLAIN_KEYS or (type(item) is int and item not in _KEY_NUMBERS):
             raise FormatError(f"a {type(item).__name__} is no key, or part of one, in a file of tensors")
 
 

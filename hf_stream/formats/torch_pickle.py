@@ -22,6 +22,7 @@ from hf_stream.formats.pickle_reader import Function, brief, check_key, read_pic
 # What a storage says of where it was, and what its bytes can be read to from. "meta" has none.
 _DEVICE: Final = re.compile(r"(cpu|cuda|mps|xpu|hpu|xla|mtia|npu)(:\d+)?")
 _MAX: Final = 2**63 - 1
+_MAX_DIMS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class TorchPickle:
             identity if type(identity) is tuple and len(identity) == self._nfields else (None,) * self._nfields
         )
         tag, kind, key, device, numel, *whole = fields
-        if tag != "storage" or type(kind) is not _StorageKind or type(key) is not str or type(device) is not str:
+        if tag != "storage" or type(kind) is not StorageKind or type(key) is not str or type(device) is not str:
             raise FormatError("a reference to something else than a storage")
         if whole and whole[0] is not None:
             raise FormatError("a storage that is a part of another one; load it with torch and save it again")
@@ -115,7 +116,9 @@ class TorchPickle:
 
 
 @dataclass(frozen=True, slots=True)
-class _StorageKind:
+class StorageKind:
+    """A class of storages; no value by itself."""
+
     dtype: torch.dtype | None
 
 
@@ -163,7 +166,7 @@ def _tensor(
         raise FormatError(f"a tensor whose storage is a {type(storage).__name__}")
     if dtype not in _DTYPES:
         return Refused(f"a tensor of {dtype}")
-    size, stride = _whole_numbers(size), _whole_numbers(stride)
+    size, stride = _whole_numbers(size, _MAX_DIMS), _whole_numbers(stride, _MAX_DIMS)
     if size is None or stride is None or len(size) != len(stride) or not _is_whole(offset):
         raise FormatError(f"storage '{storage.key}': a tensor whose size, strides or offset are not those of one")
     numel = math.prod(size)
@@ -247,6 +250,9 @@ def _ordered_dict(kind: Callable[[], dict[Any, Any]]) -> Callable[..., Any]:
     def call(pairs: Any = ()) -> Any:
         made = kind()
         items = pairs.items() if type(pairs) is dict else pairs
+        if kind is Counter and type(pairs) is not dict and pairs != ():
+            # It would count the pairs.
+            raise FormatError("a Counter made of something else than a dict")
         if type(items) not in (list, tuple, type({}.items())):
             raise FormatError("a dict made of something else than pairs")
         for pair in items:
@@ -318,8 +324,8 @@ def _is_whole(number: Any) -> bool:
     return type(number) is int and 0 <= number <= _MAX
 
 
-def _whole_numbers(numbers: Any) -> tuple[int, ...] | None:
-    if type(numbers) not in (tuple, list, torch.Size) or not all(map(_is_whole, numbers)):
+def _whole_numbers(numbers: Any, most: int = _MAX) -> tuple[int, ...] | None:
+    if type(numbers) not in (tuple, list, torch.Size) or len(numbers) > most or not all(map(_is_whole, numbers)):
         return None
     return tuple(numbers)
 
@@ -418,9 +424,9 @@ _NAMES: Final[dict[tuple[str, str], Any]] = {
     ("torch.nn.parameter", "Parameter"): _PARAMETER,
     **{("torch", str(value).removeprefix("torch.")): value for value in (*_DTYPES, *_QUANTIZED.values(), *_SCHEMES)},
     **{
-        (module, name): _StorageKind(dtype)
+        (module, name): StorageKind(dtype)
         for module in ("torch", "torch.cuda")
         for name, dtype in {**_STORAGES, **_QUANTIZED}.items()
     },
-    ("torch.storage", "UntypedStorage"): _StorageKind(None),
+    ("torch.storage", "UntypedStorage"): StorageKind(None),
 }

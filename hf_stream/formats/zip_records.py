@@ -35,6 +35,7 @@ _NEWEST: Final = 63  # version 6.3 of the format
 _FOLDER: Final = 0x10  # in the attributes
 _STORED: Final = 0
 _DEFLATED: Final = 8
+_MOST_DEFLATED: Final = 1032  # bytes that one byte can stand for
 
 _DAMAGED: Final = "The file is damaged or not a zip archive that torch wrote: get it again."
 
@@ -103,6 +104,9 @@ def read_records(read: ReadAt, file_size: int, name: str) -> dict[str, Record]:
             record_name = entry.raw_name.decode()
         except UnicodeDecodeError:
             fail(f"record name {entry.raw_name!r:.200} is not UTF-8")
+        if "\0" in record_name:
+            # To torch a name ends there: it reads another record.
+            fail(f"record name {entry.raw_name!r:.200} has a byte 0")
         if entry.raw_name.lower() in seen:
             fail(f"record '{record_name}' is there twice")
         seen.add(entry.raw_name.lower())
@@ -174,6 +178,8 @@ def _parse_directory(data: bytes, count: int, fail: Callable[[str], NoReturn]) -
             fail(f"record {raw_name!r:.200} is compressed by method {method}; known are 0 (stored) and 8 (deflated)")
         if method == _STORED and stored != nbytes:
             fail(f"record {raw_name!r:.200} is not compressed, but says {stored} and {nbytes} bytes")
+        if nbytes > stored * _MOST_DEFLATED:
+            fail(f"record {raw_name!r:.200} cannot be {nbytes} bytes in {stored}")
         entries.append(_Entry(raw_name, flags, method, crc32, stored, nbytes, header))
     if at != len(data):
         fail(f"the zip directory has {len(data) - at} bytes after its {count} records")

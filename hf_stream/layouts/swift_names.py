@@ -21,6 +21,8 @@ _TOKENS: Final = "decoder.embed_tokens.weight"
 _POSITIONS: Final = "decoder.embed_positions.weight"
 _OUTPUT: Final = "decoder.output_projection.weight"
 _NORM: Final = "decoder.layer_norm"
+# What has as many rows as which table.
+_TABLES: Final = {"embed_tokens": _TOKENS, "output_projection": _TOKENS, "embed_positions": _POSITIONS}
 
 _LAYER: Final = "decoder.layers.{layer:int}"
 _KIND: Final = "{kind:weight|bias}"
@@ -134,20 +136,21 @@ def check_shapes(whole: Mapping[str, torch.Tensor]) -> None:
                 f"'{name}' has shape {shape_text(tensor)}, and '{same}' has {shape_text(whole[same])}. "
                 "All layers must be alike."
             )
+    scalar = next((name for name, tensor in whole.items() if not tensor.ndim), None)
+    if scalar is not None:
+        raise LayoutError(f"'{scalar}' is a single number. Check that the checkpoint is of this kind.")
     hidden = whole[f"{_NORM}.weight"].shape[0]
-    query, key, value, out = (whole[f"{first}{module}.weight"] for module in _ATTENTION)
-    fc1, fc2 = whole[f"{first}fc1.weight"], whole[f"{first}fc2.weight"]
-    shapes = {
-        "self_attn.q_proj.weight": (query, (query.shape[0], hidden)),
-        "self_attn.k_proj.weight": (key, (key.shape[0], hidden)),
-        "self_attn.v_proj.weight": (value, (key.shape[0], hidden)),
-        "self_attn.out_proj.weight": (out, (hidden, query.shape[0])),
-        "fc1.weight": (fc1, (fc1.shape[0], hidden)),
-        "fc2.weight": (fc2, (hidden, fc1.shape[0])),
-    }
-    for name, (tensor, shape) in shapes.items():
-        if tensor.shape != shape:
+    queries, keys, ffn = (whole[f"{first}{module}.weight"].shape[0] for module in (*_ATTENTION[:2], "fc1"))
+    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "fc1": ffn, "fc3": ffn}
+    rows |= {table: whole[name].shape[0] for table, name in _TABLES.items() if name in whole}
+    columns = {"out_proj": queries, "fc2": ffn}
+    for name, tensor in whole.items():
+        module, kind = name.split(".")[-2:]
+        wanted = [rows.get(module, hidden)]
+        if kind == "weight" and not module.endswith("layer_norm"):
+            wanted.append(columns.get(module, hidden))
+        if list(tensor.shape) != wanted:
             raise LayoutError(
-                f"'{first}{name}' has shape {shape_text(tensor)}, {list(shape)} wanted. "
+                f"'{name}' has shape {shape_text(tensor)}, {wanted} wanted. "
                 "Check that all parts of the checkpoint are open."
             )

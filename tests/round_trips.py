@@ -23,9 +23,8 @@ from hf_stream.lazy.sources import Output, Tiles
 
 LOADS: dict[str, dict[str, Any]] = {
     "as saved": {},
-    "float32": {"dtype": torch.float32},
     "float16": {"dtype": torch.float16},
-    "partial": {},
+    "partial, float32": {"dtype": torch.float32},
     "device_map": {"device_map": "cpu"},
 }
 SEED = 11
@@ -58,9 +57,9 @@ def differences(model: PreTrainedModel, folder: Path, loads: Collection[str] = t
     cls, lost = type(model), ""
     for name in loads:
         arguments = LOADS[name]
-        path = folder / {"float32": "sharded", "device_map": "sharded", "partial": "partial"}.get(name, "single")
+        path = folder / {"device_map": "sharded", "partial, float32": "partial"}.get(name, "single")
         plain, plain_info = _plainly("reload", lambda: _load(cls, cls, path, arguments))  # noqa: B023
-        lost = lost or ("" if name == "partial" else _lost(plain, model))
+        lost = lost or ("" if "partial" in name else _lost(plain, model))
         ours, our_info = _load(None, cls, path, arguments)
         found = list(different_models(ours, plain))
         if found:

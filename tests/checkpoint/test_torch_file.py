@@ -294,6 +294,31 @@ def test_a_compressed_pickle_cannot_be_larger_than_it_says(tmp_path: Path) -> No
         open_torch_file(path)
 
 
+@pytest.mark.parametrize("name", ["data.pkl", "version"])
+def test_a_small_file_does_not_become_a_large_pickle(tmp_path: Path, name: str) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "x.pt")
+    records = records_of(tmp_path / "x.pt") | {name: b"]" * (64 << 20)}
+    path = write_records(tmp_path / "y.pt", records, zipfile.ZIP_DEFLATED)
+    del records
+    before = _anonymous()
+    with pytest.raises(FormatError, match=rf"y\.pt.*{name}'.* {64 << 20} bytes"):
+        open_torch_file(path)
+    assert _anonymous() - before < 50 << 20
+
+
+def test_deeply_nested_files_are_searched_in_time(tmp_path: Path) -> None:
+    path = write_pickle(tmp_path / "x.pt", b"\x80\x02" + b"]" * 300_000 + b"a" * 299_999 + b".")
+    with pytest.raises(FormatError, match=r"x\.pt' nests deeper than 500 levels"):
+        hf_stream.open_checkpoint(path)
+
+
+def test_tensors_of_tensors_in_files_of_the_old_format(tmp_path: Path) -> None:
+    tensor = torch.zeros(3)
+    tensor.other = torch.arange(2.0)
+    torch.save({"w": tensor}, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    assert same_bits(open_torch_file(tmp_path / "x.pt")["w"].other.materialize(), tensor.other)
+
+
 @pytest.mark.parametrize("deflated", [False, True])
 def test_a_record_that_is_not_as_it_was_saved_is_found_by_verify(tmp_path: Path, deflated: bool) -> None:
     torch.save({"w": torch.arange(100.0)}, tmp_path / "x.pt")
@@ -335,6 +360,20 @@ def test_files_of_the_old_format_say_what_they_cost(caplog: pytest.LogCaptureFix
         b"\x80\x02Nr\xff\xff\xff\xff.",  # a place far out in the memo: nothing comes of it
         b"\x80\x02}(" + b")" + b"\x85" * 500_000 + b"Nu.",  # hashed, it would end the process
         b"\x80\x02(" + b"]" * 10 + b".",
+        # What is there once, copied by many calls
+        b"\x80\x02(c_codecs\nencode\n" + _text("a" * 100_000) + _text("latin1") + b"\x86Rq\x00"
+        b"cbuiltins\nbytearray\nq\x01" + b"h\x01h\x00\x85R" * 20_000 + b"t.",
+        b"\x80\x02(](" + b"".join(b"M" + struct.pack("<H", i) + b"N\x86" for i in range(3000)) + b"eq\x00"
+        b"ccollections\nOrderedDict\nq\x01" + b"h\x01h\x00\x85R" * 3000 + b"t.",
+        b"\x80\x02((" + b"K\x01" * 997 + b"tq\x08}(" + b"h\x08N" * 100_000 + b"ut.",
+        # The product of a size of as many numbers would take hours.
+        b"\x80\x02"
+        + _REBUILD
+        + _arguments(3).replace(
+            b"J\x03\x00\x00\x00\x85K\x01\x85",
+            b"(\x8a\x08" + b"\x00" * 7 + b"\x40q\x07" + b"h\x07" * 100_000 + b"tq\x08h\x08",
+        )
+        + b"R.",
         b"\x80\x02" + b"]" + b"]a" * 0 + b"](" * 100_000 + b"e" * 100_000 + b".",
         b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsNsb.",
         b"\x80\x02c_codecs\nencode\n(X\x01\x00\x00\x00xX\x03\x00\x00\x00hextR.",
@@ -372,6 +411,9 @@ _HOOKS = b"\x89ccollections\nOrderedDict\n)R"
         (b"\x80\x02}", b"\x80\x02(}", "one object"),
         (b"_rebuild_tensor_v2", b"_rebuild_tensor_v9", "_rebuild_tensor_v9"),
         (b"torch\nByteStorage", b"torch\nQInt8Storage", "is a tensor of torch.qint8"),
+        (b"s.", b"s" + _text("kind") + b"ctorch\nByteStorage\ns.", "'kind' is a function or a class"),
+        # Counted, not taken for items
+        (b"s.", b"s" + _text("c") + b"ccollections\nCounter\n](K\x01K\x02\x86K\x03K\x04\x86e\x85Rs.", "Counter"),
     ],
 )
 def test_pickles_that_torch_would_not_write_are_refused(tmp_path: Path, old: bytes, new: bytes, fact: str) -> None:

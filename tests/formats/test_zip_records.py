@@ -153,6 +153,17 @@ def _patched(magic: bytes, which: int, at: int, form: str, value: int) -> bytes:
     return bytes(content)
 
 
+def _bomb() -> bytes:
+    """A compressed record of three bytes that says it is 4 GB."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data/0", b"0")
+    content = bytearray(out.getvalue())
+    for magic, at in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):
+        struct.pack_into("<I", content, content.index(magic) + at, 4_000_000_000)
+    return bytes(content)
+
+
 _LOCAL, _ENTRY, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
 
 
@@ -176,6 +187,8 @@ _LOCAL, _ENTRY, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
         (_patched(_ENTRY, 1, 6, "<H", 64), "not known"),
         (_patched(_ENTRY, 1, 10, "<H", 12), "method 12"),
         (_patched(_ENTRY, 1, 20, "<I", 9), "not compressed"),
+        (_bomb(), "cannot be"),
+        (bytes(_archive({"a/data/0": b"1", "a/data/0xb": b"2"})).replace(b"0xb", b"0\0b"), "a byte 0"),
         (_patched(_ENTRY, 1, 34, "<H", 1), "another file"),
         (_patched(_ENTRY, 1, 38, "<I", 0x10), "marked as a folder"),
         (_patched(_ENTRY, 1, 42, "<I", 0), "no header of that name"),

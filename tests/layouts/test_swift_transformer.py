@@ -19,6 +19,7 @@ import hf_stream
 from hf_stream import layouts
 from hf_stream.errors import LayoutError
 from hf_stream.layouts import Layout, Rename, swift_transformer
+from hf_stream.layouts.meta_llama import META_LLAMA_PARTS
 from hf_stream.lazy import reads, working_set
 
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -283,6 +284,21 @@ def changed(tensors: Tensors, **changes: Any) -> Tensors:
         ({**hf_tensors("opt_h2"), "model.extra": torch.ones(1)}, r"'model.extra': of no use to SwiftTransformer"),
         (changed(metaseq(), **{f"{LAYER}fc1.bias": torch.ones(8)}), r"All layers must be alike"),
         (changed(metaseq(layers=1), **{f"{LAYER}fc2.weight": torch.ones(64, 24)}), r"\[64, 24\], \[64, 16\] wanted"),
+        (
+            changed(metaseq(layers=1), **{f"{LAYER}fc2.bias": torch.ones(16)}),
+            r"fc2.bias' has shape \[16\], \[64\] wanted",
+        ),
+        (changed(metaseq(), **{"decoder.embed_positions.weight": torch.ones(7, 32)}), r"\[5, 32\], \[5, 64\] wanted"),
+        (changed(meta(), **{"output.weight": torch.ones(6, 24)}), r"\[6, 24\], \[8, 24\] wanted"),
+        (changed(meta(), **{"tok_embeddings.weight": torch.ones(8, 12)}), r"\[8, 12\], \[8, 24\] wanted"),
+        (changed(meta(), **{"layers.0.feed_forward.w3.weight": torch.ones(8, 24)}), r"\[8, 24\], \[16, 24\] wanted"),
+        (changed(meta(), **{"layers.0.ffn_norm.weight": torch.ones(12)}), r"\[12\], \[24\] wanted"),
+        (changed(meta(), **{"norm.weight": torch.ones(())}), r"'decoder.layer_norm.weight' is a single number"),
+        # The last of four parts is not there.
+        (
+            {name: t for name, t in META_LLAMA_PARTS.cut(meta(), 4).items() if not name.endswith(".part_3")},
+            r"'decoder.embed_tokens.weight' has shape \[8, 18\], \[8, 24\] wanted",
+        ),
         ({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, r"knows no other models"),
         ({f"{LAYER}fc1.weight.tp_0": torch.ones(2, 2)}, r"is a partition already"),
     ],

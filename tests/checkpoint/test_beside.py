@@ -187,6 +187,8 @@ def test_what_is_named_is_what_is_converted_and_verified(tmp_path):
     path = torch_file(tmp_path)
     save_file(OTHER, tmp_path / "foo.safetensors")
     assert hf_stream.verify(path, tmp_path / "foo.safetensors").values.keys() == FLAT.keys()
+    hf_stream.convert(path, tmp_path / "directory")
+    assert_same(loaded(tmp_path / "directory"), FLAT)
     hf_stream.convert(path, tmp_path / "foo.safetensors")
     assert not hf_stream.verify(path, tmp_path / "foo.safetensors")
     assert_same(dict(sorted(loaded(tmp_path / "foo.safetensors").items())), FLAT)

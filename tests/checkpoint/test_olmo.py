@@ -269,6 +269,13 @@ def test_nested_files_of_ours_open_at_a_key_as_well(tmp_path):
         hf_stream.open_checkpoint(path, key="nowhere")
 
 
+def test_parameters_are_plain_tensors_in_a_checkpoint(tmp_path):
+    path = hf_stream.save_nested({"model": {"w": torch.nn.Parameter(torch.ones(2))}}, tmp_path / "x.safetensors")
+    opened = hf_stream.open_checkpoint(path, key="model")["w"]
+    assert not opened.requires_grad
+    assert not isinstance(opened, torch.nn.Parameter)
+
+
 def entries(path: Path, *named: tuple[str, torch.Tensor]) -> Path:
     save_file(dict(named), path)
     return path

@@ -190,6 +190,7 @@ DOUBLING = {
     "keys": b"}N" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"Ns.",
     "text": b"]X\x00\x00\x10\x00" + b"a" * (1 << 20) + b"\x940(" + b"h\x00" * 1000 + b"e.",
     "dup": b"N" + b"2\x86" * 60 + b".",
+    "one long key for many values": b"((" + b"K\x01" * 9990 + b"tq\x08}(" + b"h\x08N" * 100_000 + b"ut.",
 }
 
 

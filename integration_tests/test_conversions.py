@@ -58,7 +58,8 @@ def _classes(model_type: str) -> list[type[PreTrainedModel]]:
         except (ImportError, AttributeError, KeyError, ValueError):
             continue
         found += classes if isinstance(classes, tuple) else [classes]
-    return [cls for cls in dict.fromkeys(found) if cls is not None]
+    # A class whose packages are not there has a placeholder, which is no model class.
+    return [cls for cls in dict.fromkeys(found) if cls is not None and issubclass(cls, PreTrainedModel)]
 
 
 def _fare(model_type: str, cls: type[PreTrainedModel], folder: Path) -> str | None:

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from hf_stream.storage import FileStorage
+
+# How fast a machine is, and what else runs on it, is no matter of right and wrong.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 class CountingFile(FileStorage):

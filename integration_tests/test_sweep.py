@@ -113,13 +113,13 @@ def _reloaded(outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _print(outcomes: list[dict[str, Any]]) -> None:
     reloaded = _reloaded(outcomes)
-    for what, kind in (("load", "load"), ("save", "save")):
+    for kind in ("load", "save"):
         same = [o for o in reloaded if not any(words.startswith((kind, "hf_stream")) for words in o["differences"])]
-        print(f"{what} identical: {len(same)} of {len(reloaded)}")
+        print(f"{kind} identical: {len(same)} of {len(reloaded)}")
     built = sum("left_out" not in outcome for outcome in outcomes)
     convert = sum(outcome.get("converts", False) for outcome in reloaded)
     print(f"{len(outcomes)} model types, {built} built, {len(reloaded)} reload, {convert} of them with converters")
     for outcome in outcomes:
         for key in ("left_out", "unusable", "died", "differences", "wasted"):
             if outcome.get(key):
-                print(f"{outcome['type']}: {key}: {outcome[key]}")
+                print(f"{outcome['type']}: {key}: {' '.join(str(outcome[key]).split())}")

@@ -4,6 +4,7 @@ import io
 import pickle
 import pickletools
 import random
+import sys
 import tracemalloc
 from typing import Any
 
@@ -18,7 +19,8 @@ from hf_stream.formats.nested import MAX_DEPTH
 from hf_stream.formats.plain_pickle import read_plain
 
 scalars = st.one_of(st.none(), st.booleans(), ints, floats, texts, st.binary(max_size=300))
-keys = st.one_of(texts, ints, st.none(), st.booleans(), st.tuples(texts, ints))
+int64s = st.integers(-(2**63), 2**63 - 1)
+keys = st.one_of(texts, int64s, st.none(), st.booleans(), st.tuples(texts, int64s))
 
 
 def values(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -190,6 +192,9 @@ DOUBLING = {
     "keys": b"}N" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(60)) + b"Ns.",
     "text": b"]X\x00\x00\x10\x00" + b"a" * (1 << 20) + b"\x940(" + b"h\x00" * 1000 + b"e.",
     "dup": b"N" + b"2\x86" * 60 + b".",
+    "keys of one hash": b"}("
+    + b"".join(b"\x8a\x10" + (i * sys.hash_info.modulus).to_bytes(16, "little") + b"N" for i in range(1, 50_000))
+    + b"u.",
     "one long key for many values": b"((" + b"K\x01" * 9990 + b"tq\x08}(" + b"h\x08N" * 100_000 + b"ut.",
 }
 
@@ -198,6 +203,14 @@ DOUBLING = {
 def test_what_would_grow_without_measure_is_refused(name):
     with pytest.raises(FormatError, match=r"larger|deeper|is no key|made of more"):
         read_plain(DOUBLING[name])
+
+
+def test_keys_that_could_all_have_one_hash_are_refused():
+    clash = sys.hash_info.modulus
+    for key in (2**63, (1, ("a", -(2**63) - 1)), clash << 70):
+        with pytest.raises(FormatError, match="a key has a number of"):
+            read_plain(pickle.dumps({key: 1}))
+    assert read_plain(pickle.dumps({2**63 - 1: 1 << 90, -(2**63): 2})) == {2**63 - 1: 1 << 90, -(2**63): 2}
 
 
 def test_containers_are_counted(monkeypatch):

@@ -63,7 +63,13 @@ def _is_flat(state: Any) -> bool:
         isinstance(state, dict)
         and bool(state)
         and all(type(key) is str and isinstance(value, LazyTensor) for key, value in state.items())
+        and all(map(_is_unicode, state))
     )
+
+
+def _is_unicode(name: str) -> bool:
+    """Whether a file can have a tensor of this name; Python's text may hold halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _source(path: Path, file: StateFile) -> Checkpoint:

@@ -167,3 +167,12 @@ def test_olmos_old_directories_hold_their_model_in_a_pt_file(tmp_path):
     hf_stream.convert(step, tmp_path / "out")
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), weights)
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.yaml", "model.safetensors"]
+
+
+def test_a_flat_dict_with_a_name_that_no_file_can_have_is_a_nested_state(tmp_path):
+    state = {"w": torch.arange(2.0), "\ud800": torch.ones(3)}
+    torch.save(state, tmp_path / "x.pt")
+    hf_stream.convert(tmp_path / "x.pt", tmp_path / "x.safetensors")
+    loaded = hf_stream.load_nested(tmp_path / "x.safetensors")
+    assert list(loaded) == list(state)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import struct
+import sys
 import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -360,6 +361,9 @@ def test_files_of_the_old_format_say_what_they_cost(caplog: pytest.LogCaptureFix
         b"\x80\x02Nr\xff\xff\xff\xff.",  # a place far out in the memo: nothing comes of it
         b"\x80\x02}(" + b")" + b"\x85" * 500_000 + b"Nu.",  # hashed, it would end the process
         b"\x80\x02(" + b"]" * 10 + b".",
+        b"\x80\x02}("
+        + b"".join(b"\x8a\x10" + (i * sys.hash_info.modulus).to_bytes(16, "little") + b"N" for i in range(1, 50_000))
+        + b"u.",
         # What is there once, copied by many calls
         b"\x80\x02(c_codecs\nencode\n" + _text("a" * 100_000) + _text("latin1") + b"\x86Rq\x00"
         b"cbuiltins\nbytearray\nq\x01" + b"h\x01h\x00\x85R" * 20_000 + b"t.",

@@ -24,8 +24,6 @@ _MAX_LINE: Final = 10_000
 _MAX_KEY_SIZE: Final = 100
 # Larger ones are no keys of anything, and can be made to have one hash, which makes a dict slow.
 _KEY_NUMBERS: Final = range(-(2**63), 2**63)
-# Larger ones are no keys of anything, and can be made to have one hash, which makes a dict slow.
-_KEY_NUMBERS: Final = range(-(2**63), 2**63)
 _NO_NUMBER: Final = "the pickle is damaged: no number where one must be"
 _PROTOCOLS: Final = range(6)
 _DECIMAL: Final = re.compile(rb"0|-?[1-9][0-9]*")
@@ -252,8 +250,6 @@ def check_plain_key(key: Any) -> None:
             todo += item[:_MAX_KEY_SIZE]
         elif type(item) is int and item not in _KEY_NUMBERS:
             raise FormatError(f"a number of {item.bit_length()} bits is no key, or part of one")
-        elif type(item) is int and item not in _KEY_NUMBERS:
-            raise FormatError(f"a key has a number of {item.bit_length()} bits, of at most 64")
         if size > _MAX_KEY_SIZE:
             raise FormatError(f"a key is made of more than {_MAX_KEY_SIZE} values")
     if not is_key(key):

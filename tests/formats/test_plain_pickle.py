@@ -208,7 +208,7 @@ def test_what_would_grow_without_measure_is_refused(name):
 def test_keys_that_could_all_have_one_hash_are_refused():
     clash = sys.hash_info.modulus
     for key in (2**63, (1, ("a", -(2**63) - 1)), clash << 70):
-        with pytest.raises(FormatError, match="a key has a number of"):
+        with pytest.raises(FormatError, match=r"a number of .* is no key"):
             read_plain(pickle.dumps({key: 1}))
     assert read_plain(pickle.dumps({2**63 - 1: 1 << 90, -(2**63): 2})) == {2**63 - 1: 1 << 90, -(2**63): 2}
 

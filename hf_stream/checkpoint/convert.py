@@ -154,7 +154,8 @@ def plan_conversion(
         tensors = apply_layout(layout, checkpoint)
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-        check_files(layout, tensors)
+        if format == TORCHSCRIPT:
+            check_files(layout, tensors)
         files = (
             plan_archives(tensors)
             if format == TORCHSCRIPT

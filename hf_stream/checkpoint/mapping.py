@@ -47,7 +47,7 @@ def file_format_of(layout: AnyLayout | None) -> FileFormat:
 
 
 def check_files(layout: AnyLayout | None, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Let a layout that has a `check_files` look at what is to be written; it may warn."""
+    """Let a layout that has a `check_files` look at what is to be written in its own format; it may warn."""
     check = getattr(layout, "check_files", None)
     if check is not None:
         check(tensors)

@@ -17,7 +17,7 @@ import torch
 from archives import partitions
 from part_files import DATA, manifest, sha256
 from safetensors.torch import save_file
-from samples import files_of, same_bits
+from samples import files_of, random_bits, same_bits
 
 import hf_stream
 from hf_stream.checkpoint import archives
@@ -227,6 +227,15 @@ def test_the_checksum_is_compared_on_request(tmp_path: Path) -> None:
         hf_stream.open_checkpoint(tmp_path / "out", verify=True)
 
 
+def test_checksums_of_tensors_larger_than_what_is_read_at_a_time(tmp_path: Path) -> None:
+    save_file({"a.weight": random_bits((700_001,), torch.uint8)}, tmp_path / "a.safetensors")
+
+    hf_stream.convert(tmp_path / "a.safetensors", tmp_path / "out", format="torchscript")
+
+    with zipfile.ZipFile(tmp_path / "out" / "a.weight.pt") as archive:
+        assert archive.testzip() is None
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     hf_stream.convert(SOURCE, tmp_path / "out", layout=swift_transformer())
@@ -318,6 +327,7 @@ def test_there_may_be_more_files_than_a_process_may_open(tmp_path: Path) -> None
         ({"dtype": torch.float16}, swift_transformer(2), ["loads 8 partitions, and 2 are to be written"]),
         ({"dtype": torch.float16}, swift_transformer(8, heads=16), []),
         ({}, swift_transformer(8, heads=16), []),
+        ({"dtype": torch.bfloat16, "format": "safetensors"}, swift_transformer(2), []),
     ],
 )
 def test_what_the_loader_of_swift_transformer_does_not_take_is_said(

@@ -1,4 +1,5 @@
-from __future__ import annotations
+from __future__ from copy import deepcopy
+import annotations
 
 import json
 import re
@@ -74,8 +75,8 @@ def test_the_dtype_is_found_in_the_file_without_running_it(random_model, tmp_pat
     config = random_model("llama").config.to_dict()
     config["dtype"] = None
     (tmp_path / "config.json").write_text(json.dumps(config))
-    torch.save(random_model("llama").to(torch.float16).state_dict(), tmp_path / "pytorch_model.bin")
-    random_model("llama").float()
+    # A copy: the model is shared by all tests.
+    torch.save(deepcopy(random_model("llama")).half().state_dict(), tmp_path / "pytorch_model.bin")
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert plain.dtype == torch.float16
     assert_same(hf_stream.from_pretrained(transformers.LlamaForCausalLM, tmp_path, dtype="auto"), plain)

@@ -1,10 +1,14 @@
-"""Every model type that transformers has conversions for goes through `layouts.from_transformers`, and back."""
+"""Every model type that transformers has conversions for goes through `layouts.from_transformers`, and back.
+
+`SWEEP=all pytest integration_tests/test_conversions.py` tries them all, otherwise a fourth of them.
+"""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import importlib.util
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +36,7 @@ def _quiet() -> Iterator[None]:
     transformers.logging.enable_progress_bar()
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", range(8) if os.environ.get("SWEEP") == "all" else (0, 4))
 def test_every_conversion_is_a_layout_with_a_way_back(part: int, tmp_path: Path) -> None:
     outcomes = {}
     for model_type in model_types()[part::8]:

@@ -1,8 +1,8 @@
-from __future__ from copy import deepcopy
-import annotations
+from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 
 import pytest

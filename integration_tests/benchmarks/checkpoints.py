@@ -63,7 +63,8 @@ def _qwen3_moe_config(scale: float) -> Config:
         "hidden_size": hidden,
         "num_hidden_layers": _shrunk(16, scale, 1),
         "num_attention_heads": heads,
-        "num_key_value_heads": max(1, heads // 4),
+        # At full scale a fourth; always a divisor.
+        "num_key_value_heads": next(n for n in range(max(1, heads // 4), 0, -1) if heads % n == 0),
         "head_dim": HEAD_DIM,
         "num_experts": 64,
         "num_experts_per_tok": 4,

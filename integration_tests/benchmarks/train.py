@@ -1,9 +1,8 @@
 """Saving a checkpoint in the middle of training, with AdamW's states: plain Trainer, and Trainer with our callback.
 
-python integration_tests/benchmarks/train.py --scale 0.47
+python integration_tests/benchmarks/train.py --scale 0.63
 
-That is a model of 1.5 GB, which needs 11 GB of memory; of other scales, only those will do at which the key/value heads
-divide the heads (0.75, 1).
+That is a model of 2.3 GB, which needs 16 GB of memory.
 """
 
 from __future__ import annotations

@@ -19,16 +19,20 @@ _WEIGHTS = re.compile(
     r".*(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|npz)|\.index(\.[^.]+)?\.json)", re.DOTALL
 )
 _CONFIG = "config.json"
+LAYOUT_RECORD = "hf_stream.json"
+"""Says which layout the weights beside it are in, as the Trainer callback saves them."""
 
 NewConfig = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
-def find_carried(directory: Path) -> Iterator[Path]:
-    """Every file under `directory` but weights, their indices, and what is hidden."""
+def find_carried(directory: Path, *, same_layout: bool = True) -> Iterator[Path]:
+    """Every file under `directory` but weights, their indices, what is hidden, and what holds for another layout."""
     for folder, folders, names in os.walk(directory):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             path = Path(folder, name)
+            if name == LAYOUT_RECORD and not same_layout:
+                continue
             # Not a pipe or a socket, which could be read forever, nor a link to nowhere.
             if not name.startswith(".") and not _WEIGHTS.fullmatch(name) and path.is_file():
                 yield path

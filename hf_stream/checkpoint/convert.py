@@ -45,6 +45,7 @@ from hf_stream.lazy import fingerprint, reads, working_set, write_into
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".json"
+_PICKLED = frozenset({".pt", ".pth", ".bin"})
 _NO_LIMIT = 1 << 63
 _LISTED = 5
 # What files of one tensor each are written in: enough for all threads, and little to do again after a crash.
@@ -130,12 +131,19 @@ def plan_conversion(
 ) -> Conversion:
     """Work out what `convert` would do; reads headers only. Arguments and errors as there; by default a directory."""
     file = _single_file(destination)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"dtype= is {dtype!r} and no dtype; pass one of torch's, such as torch.bfloat16")
     of_weights = [
         what
         for what, value in (("key", key), ("layout", layout), ("dtype", dtype), ("format", format))
         if value is not None
     ]
     format = _file_format(format, layout, destination if file else None)
+    if format == SAFETENSORS and _looks_pickled(destination):
+        raise CheckpointError(
+            f"'{destination}' looks like a file of torch.save, which is not written; "
+            f"name a file that ends in {_SUFFIX}, or a directory, with a slash at its end if that is its name"
+        )
     if nested and of_weights:
         raise CheckpointError(
             f"'{of_weights[0]}' is for named tensors, 'nested' for all that a file holds: choose one of them"
@@ -168,7 +176,9 @@ def plan_conversion(
         )
     conversion = Conversion(checkpoint, tensors, files, (), dtype, file, layout, format)
     if checkpoint.path.is_dir() or checkpoint.path.suffix == _INDEX_SUFFIX:  # who names one file means one file
-        conversion = dataclasses.replace(conversion, carried=tuple(find_carried(conversion.directory)))
+        conversion = dataclasses.replace(
+            conversion, carried=tuple(find_carried(conversion.directory, same_layout=layout is None))
+        )
     return conversion
 
 
@@ -330,6 +340,11 @@ def _file_format(
             )
         return SAFETENSORS
     return wanted or file_format_of(layout)
+
+
+def _looks_pickled(destination: str | os.PathLike[str] | None) -> bool:
+    path = os.fspath(destination or "")
+    return Path(path).suffix in _PICKLED and not path.endswith(os.sep) and not os.path.isdir(path)
 
 
 def _single_file(destination: str | os.PathLike[str] | None) -> str | None:

@@ -24,6 +24,11 @@ def apply_layout(layout: AnyLayout | None, tensors: Mapping[str, torch.Tensor]) 
     """
     if layout is None:
         return dict(tensors)
+    if not callable(layout):
+        raise LayoutError(
+            f"layout= is a {type(layout).__name__} and cannot be called; pass a Layout, a function, "
+            "or what hf_stream.layouts.get gives for a name"
+        )
     result = layout(tensors)
     if not isinstance(result, Mapping):
         raise LayoutError(f"a layout must return a mapping of names to tensors, got {type(result).__name__}")

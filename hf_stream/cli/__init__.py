@@ -25,8 +25,8 @@ __all__ = ["main"]
 def main() -> None:
     """Look into checkpoints, convert them without loading them, and compare them.
 
-    SRC is a .safetensors file, an index file, or a directory with either. Data goes to stdout, everything else to
-    stderr.
+    SRC is a .safetensors, .pt, .pth or .bin file, an index file, a directory with one of these, or a pattern of parts
+    in quotes. Data goes to stdout, everything else to stderr.
     """
 
 

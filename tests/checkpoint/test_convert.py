@@ -19,7 +19,8 @@ from samples import files_of, named_tensors, random_bits, same_bits
 from hf_stream import convert, open_checkpoint, plan_conversion, save_checkpoint, verify
 from hf_stream.checkpoint import AnyLayout
 from hf_stream.checkpoint.staging import Staging
-from hf_stream.errors import CheckpointError, CopyError
+from hf_stream.errors import CheckpointError, CopyError, LayoutError
+from hf_stream.layouts import Layout, Rename
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -373,3 +374,31 @@ def test_a_config_that_no_one_changes_need_not_be_json(tmp_path: Path) -> None:
     assert (tmp_path / "b/config.json").read_text() == "{"
     with pytest.raises(CheckpointError, match=r"config\.json' is not JSON"):
         convert(tmp_path / "a", tmp_path / "c", layout=Renamed())
+
+
+def test_what_holds_for_another_layout_stays_behind(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    for name in ("config.json", "hf_stream.json"):
+        (tmp_path / name).write_text("{}")
+    convert(tmp_path, tmp_path / "same")
+    convert(tmp_path, tmp_path / "other", layout=Layout([Rename("a", "b")]))
+
+    assert (tmp_path / "same" / "hf_stream.json").exists()
+    assert not (tmp_path / "other" / "hf_stream.json").exists()
+    assert (tmp_path / "other" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.bin", "out.pth"])
+def test_files_of_torch_save_are_not_written(tmp_path, name):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="which is not written"):
+        convert(tmp_path, tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_arguments_of_another_type_are_named(tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"dtype= is 'bf16'.*torch\.bfloat16"):
+        convert(tmp_path, tmp_path / "out", dtype="bf16")
+    with pytest.raises(LayoutError, match="layout= is a str and cannot be called"):
+        convert(tmp_path, tmp_path / "out", layout="packed-qkv")

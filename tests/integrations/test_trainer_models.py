@@ -192,3 +192,14 @@ def test_adapters_are_left_to_peft(tmp_path: Path) -> None:
     assert differing(dict(again.model.state_dict()), weights_of(run.model)) == []
     with pytest.raises(LayoutError, match="adapters"):
         trainer(adapted(1), ours, StreamingCheckpointCallback(packed_gate_up()))
+
+
+def test_a_checkpoint_without_an_optimizer_state_is_resumed_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(llama(), tmp_path, StreamingCheckpointCallback()).train()
+    (tmp_path / "checkpoint-2" / "optimizer.safetensors").unlink()
+
+    again = trainer(llama(), tmp_path, StreamingCheckpointCallback())
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "has no state of an optimizer" in caplog.text

@@ -6,6 +6,7 @@ checkpoints begin as empty directories, so it has come later, from a run without
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import threading
 from collections.abc import Callable
@@ -23,6 +24,8 @@ OPTIMIZER = "optimizer.safetensors"
 SCHEDULER = "scheduler.safetensors"
 SCALER = "scaler.safetensors"
 
+logger = logging.getLogger(__name__)
+
 Plain = Callable[..., Any]
 
 # What torch reads without running code is one list for all threads, and transformers takes its entries off again.
@@ -39,6 +42,8 @@ def save_optimizer_and_scheduler(settings: Settings, trainer: Any, plain: Plain,
 def load_optimizer_and_scheduler(settings: Settings, trainer: Any, plain: Plain, checkpoint: str | None) -> None:
     """In place of `Trainer._load_optimizer_and_scheduler`."""
     if checkpoint is None or not _is_ours(checkpoint, OPTIMIZER, OPTIMIZER_NAME):
+        if checkpoint is not None and not Path(checkpoint, OPTIMIZER_NAME).is_file():
+            logger.warning("'%s' has no state of an optimizer: training goes on with a new one", checkpoint)
         plain(checkpoint)
         return
     args = trainer.args

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import _is_peft_model
 
 from hf_stream.checkpoint import apply_layout, load_into, open_checkpoint, save_checkpoint
+from hf_stream.checkpoint.carried import LAYOUT_RECORD
 from hf_stream.errors import CheckpointError, LayoutError
 from hf_stream.integrations.trainer.settings import Settings
 from hf_stream.integrations.transformers.mixin import layout_of
@@ -25,9 +26,6 @@ from hf_stream.layouts.composable import Chain, TwoWay, is_two_way
 from hf_stream.layouts.from_transformers import from_transformers
 
 logger = logging.getLogger(__name__)
-
-# Beside the weights, if they are in a layout of their own.
-RECORD = "hf_stream.json"
 
 _WRAPPERS = re.compile(r"((module|_orig_mod)\.)+")
 
@@ -101,7 +99,7 @@ def load_weights(model: nn.Module, directory: Path, settings: Settings) -> None:
 
 def write_record(directory: Path, settings: Settings) -> None:
     """Note beside the weights which layout they are in; nothing if they are as `save_pretrained` writes them."""
-    record = directory / RECORD
+    record = directory / LAYOUT_RECORD
     if settings.layout is None:
         record.unlink(missing_ok=True)
     else:
@@ -139,7 +137,7 @@ def _never_saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _is_in_layout(directory: Path, settings: Settings) -> bool:
     """Whether the weights are in the callback's layout; if not, they are as `save_pretrained` writes them."""
     try:
-        recorded = json.loads((directory / RECORD).read_text())["layout"]
+        recorded = json.loads((directory / LAYOUT_RECORD).read_text())["layout"]
     except FileNotFoundError:
         if settings.layout is not None:
             logger.info("'%s' was saved without a layout, and is loaded without", directory)

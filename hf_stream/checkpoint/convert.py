@@ -171,7 +171,7 @@ def plan_conversion(
                 tensors,
                 max_shard_size=max_shard_size if file is None else _NO_LIMIT,
                 metadata=checkpoint.metadata,
-                pattern=DEFAULT_PATTERN if file is None else _pattern(file),
+                pattern=DEFAULT_PATTERN if file is None else shard_pattern(file),
             )
         )
     conversion = Conversion(checkpoint, tensors, files, (), dtype, file, layout, format)
@@ -188,7 +188,7 @@ def _plan_nesting(nesting: Nesting, file: str | None, max_shard_size: int | str)
         nesting.tensors,
         max_shard_size=max_shard_size if file is None else _NO_LIMIT,
         metadata=nesting.metadata,
-        pattern=pattern if file is None else _pattern(file),
+        pattern=pattern if file is None else shard_pattern(file),
     )
     return Conversion(nesting.source, nesting.tensors, files, (), None, file, nested=bool(nesting.metadata))
 
@@ -350,11 +350,6 @@ def _looks_pickled(destination: str | os.PathLike[str] | None) -> bool:
 def _single_file(destination: str | os.PathLike[str] | None) -> str | None:
     path = Path(destination or "")
     return path.name if path.suffix == _SUFFIX else None
-
-
-def _pattern(file: str) -> str:
-    stem = file.removesuffix(_SUFFIX).replace("{", "{{").replace("}", "}}")
-    return stem + "{suffix}" + _SUFFIX
 
 
 def _check_apart(source: Checkpoint, directory: Path, file: str | None) -> None:

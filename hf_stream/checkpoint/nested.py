@@ -100,7 +100,7 @@ def save_nested(
             tensors,
             max_shard_size=_NO_LIMIT if single else max_shard_size or DEFAULT_MAX_SHARD_SIZE,
             metadata=metadata,
-            pattern=_pattern(target.name) if single else shard_pattern(STATE_FILE),
+            pattern=shard_pattern(target.name if single else STATE_FILE),
         )
     staging = Staging(target.parent, file=target.name) if single else Staging(target)
     try:
@@ -197,10 +197,6 @@ def _find(path: Path, prefer_safetensors: bool, skip_unreadable: bool) -> tuple[
             return other, _OURS if is_structured(other) else state
     opened = open_state(path, skip_unreadable=skip_unreadable) if path.is_file() else None
     return path, _OURS if opened is None else opened.state
-
-
-def _pattern(file: str) -> str:
-    return file.removesuffix(_SUFFIX).replace("{", "{{").replace("}", "}}") + "{suffix}" + _SUFFIX
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[Checkpoint, Any]:

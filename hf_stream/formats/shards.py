@@ -45,7 +45,8 @@ def add_variant(file_name: str, variant: str | None) -> str:
 
 def shard_pattern(file_name: str = SAFE_WEIGHTS) -> str:
     """The pattern for `split_into_shards` of an unsharded name: "model.safetensors" -> "model{suffix}.safetensors"."""
-    return file_name.replace(".safetensors", "{suffix}.safetensors")
+    stem = file_name.removesuffix(".safetensors").replace("{", "{{").replace("}", "}}")
+    return stem + "{suffix}.safetensors"
 
 
 def parse_size(text: str) -> int:

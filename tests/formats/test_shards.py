@@ -124,3 +124,7 @@ def test_work_grows_linearly_with_the_number_of_tensors() -> None:
         return counted
 
     assert lines(8_000) < 9 * lines(1_000)
+
+
+def test_a_pattern_keeps_braces_of_a_name():
+    assert shard_pattern("a{b}.safetensors").format(suffix="-1") == "a{b}-1.safetensors"

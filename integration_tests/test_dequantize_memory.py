@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from memory_peaks import in_fresh_process
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import hf_stream
@@ -23,13 +24,10 @@ SLACK = 32 * MIB
 WEIGHTS = {"large.weight": (1 << 15, 1 << 15)} | {f"layers.{n}.up.weight": (4096, 2048) for n in range(64)}
 
 _CHILD = """
-import sys, threading, time
+import sys
 import hf_stream
 from hf_stream.layouts import dequantize_fp8_blocks
-
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+from memory_peaks import peak_of
 
 def run(source, target):
     layout = dequantize_fp8_blocks()
@@ -37,18 +35,7 @@ def run(source, target):
 
 top = sys.argv[1]
 run(f"{top}/small", f"{top}/small-out")
-before, peak, done = anonymous(), 0, threading.Event()
-def sample():
-    global peak
-    while not done.is_set():
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
-sampler = threading.Thread(target=sample)
-sampler.start()
-run(f"{top}/large", f"{top}/out")
-done.set()
-sampler.join()
-print(peak - before)
+print(peak_of(lambda: run(f"{top}/large", f"{top}/out")))
 """
 
 
@@ -70,9 +57,7 @@ def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_weight_larger_than_memory_would_do(top: Path) -> None:
-    child = subprocess.run([sys.executable, "-c", _CHILD, str(top), str(BUFFER)], capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    peak = int(child.stdout)
+    peak = int(in_fresh_process(_CHILD, top, BUFFER))
     assert peak < BUFFER + PIECE + SLACK
     # What the plan has said beforehand, without what Python and the allocator take.
     plan = hf_stream.plan_conversion(top / "large", layout=dequantize_fp8_blocks())

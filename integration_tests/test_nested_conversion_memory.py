@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from memory_peaks import in_fresh_process
 
 MIB = 1 << 20
 BUFFER = 16 * MIB
@@ -42,12 +41,9 @@ for name, sizes in (("small", (2, 10)), ("large", (40, 1250))):
 """
 
 _CONVERT = """
-import sys, threading, time
+import sys
 import hf_stream
-
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+from memory_peaks import peak_of
 
 work, top, file, buffer = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 options = {"buffer_size": buffer, "progress": False}
@@ -59,32 +55,14 @@ def run(size):
     return hf_stream.convert(source, f"{top}/{size}-ours.safetensors", **options)
 
 run("small")
-peak, done, before = 0, threading.Event(), anonymous()
-def sample():
-    global peak
-    while not done.is_set():
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
-sampler = threading.Thread(target=sample)
-sampler.start()
-result = run("large")
-done.set()
-sampler.join()
-print(max(peak, anonymous()) - before)
+print(peak_of(lambda: run("large")))
 """
-
-
-def child(code: str, *arguments: str) -> str:
-    command = [sys.executable, "-c", code, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.fixture(scope="module")
 def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("nested")
-    child(_WRITE, str(top))
+    in_fresh_process(_WRITE, top)
     return top
 
 
@@ -92,7 +70,7 @@ def top(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("work", "result"), [("convert", 0), ("load", STATE)])
 def test_a_nested_state_takes_no_more_than_the_buffer(top: Path, work: str, result: int, file: str) -> None:
     assert (top / f"large{file}").stat().st_size > STATE
-    peak = float(child(_CONVERT, work, str(top), file, str(BUFFER)))
+    peak = int(in_fresh_process(_CONVERT, work, top, file, BUFFER))
     assert peak < result + BUFFER + SLACK
     if work == "convert":
         assert (top / "large-ours.safetensors").stat().st_size > STATE

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from memory_peaks import in_fresh_process
 
 MIB = 1 << 20
 BUFFER = 16 * MIB
@@ -16,12 +15,9 @@ SLACK = 16 * MIB
 STATE = 500_000_000
 
 _CHILD = """
-import sys, threading, time
+import sys
 import torch, hf_stream
-
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+from memory_peaks import peak_of
 
 def optimizer(count, side):
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(side, 1250)) for _ in range(count)])
@@ -46,28 +42,13 @@ def prepare(size, state):
 
 state = lambda *sizes: optimizer(*sizes) if work == "save" else None
 prepare("small", state(2, 10))()
-run = prepare("large", state(40, 1250))
-peak, done, before = 0, threading.Event(), anonymous()
-def sample():
-    global peak
-    while not done.is_set():
-        peak = max(peak, anonymous())
-        time.sleep(0.002)
-sampler = threading.Thread(target=sample)
-sampler.start()
-result = run()
-done.set()
-sampler.join()
-print(max(peak, anonymous()) - before)
+print(peak_of(prepare("large", state(40, 1250))))
 """
 
 
-def peak_of(work: str, top: Path) -> float:
+def peak_of(work: str, top: Path) -> int:
     """Anonymous bytes above start at the worst moment, in a fresh process."""
-    command = [sys.executable, "-c", _CHILD, work, str(top), str(BUFFER)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    return float(result.stdout)
+    return int(in_fresh_process(_CHILD, work, top, BUFFER))
 
 
 @pytest.fixture(scope="module")

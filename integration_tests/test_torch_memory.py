@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from memory_peaks import in_fresh_process
 from safetensors import safe_open
 
 # The default buffer, and Python objects.
 LIMIT = 96 << 20
 
 _PROGRAM = """
-import sys, threading, time
-import torch, hf_stream
+import os, sys
+import hf_stream
+from memory_peaks import peak_of
 
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
-
-hf_stream.convert(sys.argv[1], "warm", progress=False)  # what is allocated once
-start = peak = anonymous()
-done = threading.Event()
-
-def watch():
-    global peak
-    while not done.wait(0.005):
-        peak = max(peak, anonymous())
-
-thread = threading.Thread(target=watch)
-thread.start()
-hf_stream.convert(sys.argv[2], "out", progress=False)
-done.set()
-thread.join()
-print(peak - start)
+os.chdir(sys.argv[1])
+hf_stream.convert("small.pt", "warm", progress=False)  # what is allocated once
+print(peak_of(lambda: hf_stream.convert("large.pt", "out", progress=False)))
 """
 
 
@@ -56,10 +40,7 @@ def test_converting_takes_no_more_than_the_buffer(tmp_path: Path, method: str | 
                     while piece := old.read(1 << 20):
                         new.write(piece)
         (tmp_path / "packed.pt").replace(tmp_path / "large.pt")
-    command = [sys.executable, "-c", _PROGRAM, "small.pt", "large.pt"]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr
-    assert int(run.stdout) <= LIMIT
+    assert int(in_fresh_process(_PROGRAM, tmp_path)) <= LIMIT
     assert not _differs(tmp_path / "out", tensors)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from memory_peaks import in_fresh_process
 
 MIB = 1 << 20
 BUFFER = 16 * MIB
@@ -14,27 +13,9 @@ BUFFER = 16 * MIB
 SLACK = 16 * MIB
 
 _CHILD = """
-import os, sys, threading, time
+import sys
 import torch, hf_stream
-
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
-
-def peak_of(work):
-    peak, done = 0, threading.Event()
-    def sample():
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, anonymous())
-            time.sleep(0.002)
-    sampler = threading.Thread(target=sample)
-    before = anonymous()
-    sampler.start()
-    work()
-    done.set()
-    sampler.join()
-    return peak - before
+from memory_peaks import peak_of
 
 work, top, buffer = sys.argv[1], sys.argv[2], int(sys.argv[3])
 options = {"buffer_size": buffer, "max_shard_size": "40MB", "progress": False}
@@ -75,6 +56,5 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("work", ["plain", "transposed", "cast", "save", "verify"])
 def test_peak_of_anonymous_memory(checkpoints: Path, work: str) -> None:
-    command = [sys.executable, "-c", _CHILD, work, str(checkpoints), str(BUFFER)]
-    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    peak = int(in_fresh_process(_CHILD, work, checkpoints, BUFFER))
     assert peak < BUFFER + SLACK, f"{peak / MIB:.0f} MiB for {24 * 2000 * 2048 * 2 / MIB:.0f} MiB of tensors"

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
+from memory_peaks import anonymous
 from samples import random_bits, same_bits
 from torch_files import (
     FOLDER,
@@ -233,15 +234,10 @@ def test_memory_is_that_of_the_pickle(tmp_path: Path) -> None:
         archive.fp.seek(entry.header_offset)
         archive.fp.write(entry.FileHeader(zip64=False))
         archive.start_dir = archive.fp.tell() + large
-    before = _anonymous()
+    before = anonymous()
     state = open_torch_file(path)
     assert state["w"][-3:].tolist() == [0, 0, 0]
-    assert _anonymous() - before < 8 << 20
-
-
-def _anonymous() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+    assert anonymous() - before < 8 << 20
 
 
 def _text(text: str) -> bytes:
@@ -301,10 +297,10 @@ def test_a_small_file_does_not_become_a_large_pickle(tmp_path: Path, name: str) 
     records = records_of(tmp_path / "x.pt") | {name: b"]" * (64 << 20)}
     path = write_records(tmp_path / "y.pt", records, zipfile.ZIP_DEFLATED)
     del records
-    before = _anonymous()
+    before = anonymous()
     with pytest.raises(FormatError, match=rf"y\.pt.*{name}'.* {64 << 20} bytes"):
         open_torch_file(path)
-    assert _anonymous() - before < 50 << 20
+    assert anonymous() - before < 50 << 20
 
 
 def test_deeply_nested_files_are_searched_in_time(tmp_path: Path) -> None:
@@ -386,13 +382,13 @@ def test_files_of_the_old_format_say_what_they_cost(caplog: pytest.LogCaptureFix
 )
 def test_pickles_that_would_take_the_machine_down_do_not(tmp_path: Path, data: bytes) -> None:
     path = write_pickle(tmp_path / "x.pt", data)
-    before = _anonymous()
+    before = anonymous()
     if data == b"\x80\x02Nr\xff\xff\xff\xff.":
         assert open_torch_file(path) is None
     else:
         with pytest.raises(FormatError, match=r"x\.pt"):
             open_torch_file(path)
-    assert _anonymous() - before < 100 << 20
+    assert anonymous() - before < 100 << 20
 
 
 _RIGHT_PICKLE = _pickle_of_bytes(3)

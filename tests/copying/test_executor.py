@@ -2,13 +2,11 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+from memory_peaks import in_fresh_process
 
 from hf_stream.copying import Copy, Region, execute
 from hf_stream.copying import executor as executor_module
@@ -141,13 +139,10 @@ def test_a_bar_is_shown_when_asked_for_and_not_off_a_terminal(tmp_path, capsys, 
 
 
 BOUNDED = """
-import sys, threading, torch
+import sys, torch
+from memory_peaks import peak_of
 from hf_stream.copying import Copy, Region, execute
 from hf_stream.storage import FileStorage
-
-def anonymous():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) << 10
 
 kind, src, dst, rows, cols = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
 with FileStorage(src) as source, FileStorage(dst, "r+") as target:
@@ -156,16 +151,7 @@ with FileStorage(src) as source, FileStorage(dst, "r+") as target:
         into = Region(target, dtype, (n, rows), (rows, 1), 0)
         return Copy(Region(source, torch.bfloat16, (n, rows), (1, cols), 0), into)
     execute([copy(8)])
-    peak, done = [before := anonymous()], threading.Event()
-    def watch():
-        while not done.wait(0.002):
-            peak.append(anonymous())
-    thread = threading.Thread(target=watch)
-    thread.start()
-    execute([copy(cols)], buffer_size=16 << 20, threads=2)
-    done.set()
-    thread.join()
-print(max(peak) - before)
+    print(peak_of(lambda: execute([copy(cols)], buffer_size=16 << 20, threads=2)))
 """
 
 
@@ -176,12 +162,8 @@ def test_a_large_transpose_stays_within_the_buffer(tmp_path, kind):
     src, dst = tmp_path / "src", tmp_path / "dst"
     src.write_bytes(bytes(range(256)) * (rows * cols * 2 // 256))
     FileStorage.create(dst, nbytes).close()
-    arguments = [sys.executable, "-c", BOUNDED, kind, str(src), str(dst), str(rows), str(cols)]
-    root = Path(__file__).parents[2]
-    ran = subprocess.run(arguments, capture_output=True, text=True, cwd=root, check=False)
-    assert ran.returncode == 0, ran.stderr
     # The interpreter and malloc take some too.
-    assert int(ran.stdout) < (16 << 20) + (6 << 20)
+    assert int(in_fresh_process(BOUNDED, kind, src, dst, rows, cols)) < (16 << 20) + (6 << 20)
     mapped = torch.from_file(str(src), size=rows * cols, dtype=torch.int16).view(rows, cols)
     written = torch.from_file(str(dst), size=rows * cols, dtype=torch.float32 if kind == "cast" else torch.int16)
     expected = mapped.T[::97] if kind == "raw" else mapped.view(torch.bfloat16).T[::97].float()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from memory_peaks import in_fresh_process
 from programs import bits, seeded
 from torch import nn
 from tqdm import tqdm
@@ -112,17 +111,12 @@ def test_alias_gives_a_private_mapping_where_the_file_has_the_tensor_as_it_is(tm
 
 
 MEMORY = """
-import json, sys, threading, torch
-from pathlib import Path
+import json, sys, torch
+from memory_peaks import peak_of
 from hf_stream.lazy import LazyTensor, materialize
 from hf_stream.copying.region import Region
 from hf_stream.lazy import write_into
 from hf_stream.storage import FileStorage
-
-def anonymous():
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) << 10
 
 path, case = sys.argv[1:]
 file = FileStorage(path)
@@ -134,19 +128,8 @@ else:
     lazy = torch.stack([a.float() * 2 for a in lazies])
 out = torch.zeros(lazy.shape)
 materialize([lazies[0][:10] + 1, torch.cat(lazies[:2])[:5].float()])  # imports, and threads' stacks
-before, peak, done = anonymous(), 0, threading.Event()
-
-def sample():
-    global peak
-    while not done.wait(0.001):
-        peak = max(peak, anonymous())
-
-thread = threading.Thread(target=sample)
-thread.start()
-write_into([(lazy, Region.of(out), "out")], buffer_size=8 << 20)
-done.set()
-thread.join()
-print(json.dumps({"extra": peak - before, "nbytes": out.nbytes}))
+extra = peak_of(lambda: write_into([(lazy, Region.of(out), "out")], buffer_size=8 << 20))
+print(json.dumps({"extra": extra, "nbytes": out.nbytes}))
 """
 
 
@@ -162,11 +145,7 @@ def test_memory_beyond_the_destination_is_the_buffer_and_one_operation(
     path = tmp_path / "weights"
     path.write_bytes(bytes(range(256)) * (16 << 14))
     # Blocks go back to the system when freed, so that what is held is measured and not what glibc keeps for reuse.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    result = subprocess.run(
-        [sys.executable, "-c", MEMORY, path, case], capture_output=True, text=True, check=True, env=environment
-    )
-    measured = json.loads(result.stdout)
+    measured = json.loads(in_fresh_process(MEMORY, path, case, MALLOC_MMAP_THRESHOLD_="65536"))
     assert measured["nbytes"] == 128 << 20
     # 4 MiB for Python objects and the planning.
     assert measured["extra"] <= (8 << 20) + operation + (4 << 20)

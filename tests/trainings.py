@@ -94,3 +94,11 @@ def differing(a: Any, b: Any, path: str = "") -> list[str]:
         return [place for n, (x, y) in pairs for place in differing(x, y, f"{path}/{n}")]
     same = a.dtype == b.dtype and torch.equal(a, b) if isinstance(a, torch.Tensor) else repr(a) == repr(b)
     return [] if same else [path]
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from trainings import SIZES, differing, llama, moe, quickly, texts, trainer, weights_of
+from trainings import SIZES, contents, differing, llama, moe, names, quickly, texts, trainer, weights_of
 from transformers import Trainer
 from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
@@ -31,14 +31,6 @@ EVALUATES: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "of_trai
 def quick() -> Iterator[None]:
     with quickly():
         yield
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
 
 
 @pytest.fixture(scope="module")

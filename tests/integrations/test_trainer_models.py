@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from trainings import EXPERTS, SIZES, differing, llama, moe, quickly, trainer, weights_of
+from trainings import EXPERTS, SIZES, contents, differing, llama, moe, names, quickly, trainer, weights_of
 
 from hf_stream import CheckpointError, Layout, LayoutError, StreamingMixin
 from hf_stream.integrations.trainer import StreamingCheckpointCallback, weights
@@ -23,14 +23,6 @@ WEIGHTS = "model.safetensors"
 def quick() -> Iterator[None]:
     with quickly():
         yield
-
-
-def contents(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
-
-
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
 
 
 def test_a_module_of_ones_own_is_saved_and_resumed(tmp_path: Path) -> None:

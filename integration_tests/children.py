@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import hf_stream
 
-# Every call by which saving changes what is on the disk, but for the bytes in files.
-CHANGES = ("replace", "rename", "unlink", "remove", "rmdir", "mkdir", "chmod")
+sys.path.insert(0, str(Path(__file__).with_name("reliability")))
+
+from calls import NAMES, Watch, kill_at
 
 
 class Slow:
@@ -63,7 +62,7 @@ def _save_until_killed(template: str, top: str, save: Callable[[Path], object]) 
         shutil.copytree(template, copy)
         child = os.fork()
         if not child:
-            die_after(limit)
+            die_after(limit, Path(top))
             save(copy)
             os._exit(0)
         if os.waitpid(child, 0)[1] == 0:
@@ -71,21 +70,9 @@ def _save_until_killed(template: str, top: str, save: Callable[[Path], object]) 
             return
 
 
-def die_after(limit: int) -> None:
-    calls = 0
-
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            if calls == limit:
-                os.kill(os.getpid(), signal.SIGKILL)
-            calls += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    for name in CHANGES:
-        setattr(os, name, counted(getattr(os, name)))
+def die_after(limit: int, top: Path) -> None:
+    """From now on, be killed before the call after `limit` calls that change names or modes under `top`."""
+    Watch(top, NAMES | {"chmod"}, kill_at(limit)).__enter__()
 
 
 def save_again_and_again(directory: str, value: str, times: str) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
-CONVERTERS = {"hf_stream", "load-cat-save", "cp"} | ({"d9d"} if importlib.util.find_spec("d9d") else set())
+OURS = {"hf_stream", "hf_stream, durable=False"}
+COPIES = {"cp", "cp, sync"}
+CONVERTERS = {*OURS, *COPIES, "load-cat-save"} | ({"d9d"} if importlib.util.find_spec("d9d") else set())
 
 
 def run_benchmark(script: str, data: Path, *arguments: str) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"transformers", "hf_stream", "preadv"},
         ),
         ("load.py", ["--cases", "int8", "offload"], ["int8", "offload"], {"transformers", "hf_stream"}),
-        ("save.py", ["--cases", "experts", "plain"], ["experts", "plain"], {"transformers", "hf_stream", "cp"}),
+        ("save.py", ["--cases", "experts", "plain"], ["experts", "plain"], {"transformers", *OURS, *COPIES}),
         ("save.py", ["--cases", "offloaded"], ["offloaded"], {"transformers", "hf_stream"}),
         ("train.py", [], ["checkpoint"], {"transformers", "hf_stream"}),
         ("convert.py", [], ["packed-qkv"], CONVERTERS),

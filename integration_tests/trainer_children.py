@@ -78,7 +78,7 @@ def save_until_killed(top: str) -> None:
         shutil.copytree(Path(top, "template"), run.args.output_dir)
         child = os.fork()
         if not child:
-            die_after(limit)
+            die_after(limit, Path(top))
             run._save_checkpoint(run.model, trial=None)
             os._exit(0)
         if os.waitpid(child, 0)[1] == 0:

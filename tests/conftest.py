@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 
 import pytest
@@ -13,6 +15,11 @@ from hf_stream.storage import FileStorage
 # How fast a machine is, and what else runs on it, is no matter of right and wrong.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+# Shells start what runs in the background with interrupts ignored, and so would every process that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class CountingFile(FileStorage):
@@ -54,3 +61,12 @@ class CountingFile(FileStorage):
 def counting_file() -> type[CountingFile]:
     """The class: `counting_file(path, "r+")` is a FileStorage with `read_counts` and `write_counts` per byte."""
     return CountingFile
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything durable is done as ever, but for the wait itself: machines are not switched off in unit tests.
+
+    What does wait, and what it is good for, is tested in integration_tests/reliability.
+    """
+    monkeypatch.setattr(os, "fsync", lambda fd: None)

@@ -7,8 +7,8 @@ from hf_stream.checkpoint.load import load_into
 from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
 from hf_stream.checkpoint.nested import load_nested, open_nested, save_nested
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint, open_files
+from hf_stream.checkpoint.recovery import clean, settle
 from hf_stream.checkpoint.save import save_checkpoint
-from hf_stream.checkpoint.staging import settle
 from hf_stream.checkpoint.verify import Difference, Differences, verify
 from hf_stream.checkpoint.writer import CheckpointWriter
 
@@ -20,6 +20,7 @@ __all__ = [
     "Difference",
     "Differences",
     "apply_layout",
+    "clean",
     "convert",
     "load_into",
     "load_nested",

@@ -20,7 +20,7 @@ from hf_stream.formats.torch_pickle import TensorRecord
 from hf_stream.formats.torchscript import TensorArchive, tensor_archive
 from hf_stream.lazy import LazyTensor
 from hf_stream.storage.base import Storage
-from hf_stream.storage.reopened import ReopenedFile
+from hf_stream.storage.file import FileStorage
 
 _CHUNK: Final = 1 << 18  # stays in the processor's cache
 
@@ -29,7 +29,7 @@ class ArchiveFile:
     """A TorchScript archive with one tensor, which is called as the file is; not held open."""
 
     def __init__(self, path: Path, *, verify: bool = False) -> None:
-        self._file = TorchFile(path, verify=verify, storage=ReopenedFile(path))
+        self._file = TorchFile(path, verify=verify, storage=FileStorage(path, hold=False))
         self.storage = self._file.storage
         self.metadata: Mapping[str, str] = {}
         self.names: Collection[str] = (path.name.removesuffix(".pt"),)

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from hf_stream.checkpoint.origin import ORIGIN, origin_of
 from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFile
 from hf_stream.errors import FormatError, HfStreamError
+from hf_stream.formats import read_header
+from hf_stream.formats.regular_files import open_regular
 from hf_stream.formats.zip_records import SIGNATURE
+from hf_stream.storage.file import FileStorage
 
 logger = logging.getLogger(__name__)
 
@@ -17,11 +21,23 @@ Opened = TypeVar("Opened")
 
 
 def safetensors_beside(path: Path) -> Path | None:
-    """`foo.safetensors` for `foo.pt`, if it is there and not older, or if `foo.pt` is not there."""
+    """`foo.safetensors` for `foo.pt`, if it was made of it or might be, or if `foo.pt` is not there.
+
+    `convert` notes what it has read. Of a file without such a note only its age can tell: it must not be older.
+    """
     other = path.with_suffix(SAFETENSORS_SUFFIX)
     if not other.is_file():
         return None
-    if path.exists() and other.stat().st_mtime_ns < path.stat().st_mtime_ns:
+    if not path.exists():
+        return other
+    noted = _noted_origin(other)
+    if noted is not None:
+        with FileStorage(path) as storage:
+            is_made_of_it = noted == origin_of(storage)
+        if not is_made_of_it:
+            logger.info("'%s' was made of another '%s', and is not read in its place", other, path.name)
+            return None
+    elif other.stat().st_mtime_ns < path.stat().st_mtime_ns:
         logger.info("'%s' is older than '%s', and is not read in its place", other, path.name)
         return None
     return other
@@ -92,6 +108,13 @@ def _differs(
     return difference(itself, opened)
 
 
+def _noted_origin(other: Path) -> str | None:
+    try:
+        return read_header(other).metadata.get(ORIGIN)
+    except FormatError:
+        return None  # said by who opens it
+
+
 def _is_zip(path: Path) -> bool:
-    with open(path, "rb") as file:
+    with open(open_regular(path), "rb") as file:
         return file.read(len(SIGNATURE)) == SIGNATURE

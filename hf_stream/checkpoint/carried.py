@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,9 @@ from typing import Any
 import torch
 
 from hf_stream.checkpoint.staging import Staging
-from hf_stream.errors import CheckpointError
+from hf_stream.errors import CheckpointError, HfStreamError
+from hf_stream.formats import is_weight_file
 
-# Weights in any format, and their indices, with or without a variant.
-_WEIGHTS = re.compile(
-    r".*(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|npz)|\.index(\.[^.]+)?\.json)", re.DOTALL
-)
 _CONFIG = "config.json"
 LAYOUT_RECORD = "hf_stream.json"
 """Says which layout the weights beside it are in, as the Trainer callback saves them."""
@@ -34,7 +30,7 @@ def find_carried(directory: Path, *, same_layout: bool = True) -> Iterator[Path]
             if name == LAYOUT_RECORD and not same_layout:
                 continue
             # Not a pipe or a socket, which could be read forever, nor a link to nowhere.
-            if not name.startswith(".") and not _WEIGHTS.fullmatch(name) and path.is_file():
+            if not name.startswith(".") and not is_weight_file(name) and path.is_file():
                 yield path
 
 
@@ -44,7 +40,7 @@ def left_behind(directory: Path, read: Iterable[str]) -> list[str]:
     return [
         os.path.relpath(path, directory)
         for path in sorted(directory.rglob("*"))
-        if _WEIGHTS.fullmatch(path.name) and path.suffix != ".json" and os.path.realpath(path) not in known
+        if is_weight_file(path.name) and path.suffix != ".json" and os.path.realpath(path) not in known
     ]
 
 
@@ -80,9 +76,11 @@ def _changed(path: Path, new_config: NewConfig) -> bytes | None:
     """The new content of a config, or None if it stays as it is."""
     try:
         config = json.loads(path.read_bytes())
-    except ValueError as error:
+        changed = new_config(config) if isinstance(config, dict) else config
+        if changed == config:
+            return None
+        return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, HfStreamError):
+            raise
         raise CheckpointError(f"'{path}' is not JSON ({error}); correct it, or move it away") from None
-    changed = new_config(config) if isinstance(config, dict) else config
-    if changed == config:
-        return None
-    return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()

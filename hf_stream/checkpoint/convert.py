@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 import os
@@ -30,6 +31,7 @@ from hf_stream.checkpoint.mapping import (
 from hf_stream.checkpoint.nested_conversion import Nesting, open_nesting
 from hf_stream.checkpoint.nested_structure import STATE_FILE
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
+from hf_stream.checkpoint.origin import ORIGIN, origin_metadata
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.checkpoint.torch_state import Key
@@ -42,6 +44,7 @@ from hf_stream.errors import CheckpointError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shards import shard_pattern
 from hf_stream.lazy import fingerprint, reads, working_set, write_into
+from hf_stream.storage.durability import drop_pages, flush
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".json"
@@ -83,7 +86,7 @@ class Conversion:
     @property
     def directory(self) -> Path:
         """Where the source's files are."""
-        return self.source.path if self.source.path.is_dir() else self.source.path.parent
+        return self.source.location if self.source.location.is_dir() else self.source.location.parent
 
     def nbytes_read(self) -> dict[str, int]:
         """Bytes to read of each source file, by path."""
@@ -170,16 +173,24 @@ def plan_conversion(
             else CheckpointFiles.plan(
                 tensors,
                 max_shard_size=max_shard_size if file is None else _NO_LIMIT,
-                metadata=checkpoint.metadata,
+                metadata=_metadata(checkpoint, file),
                 pattern=DEFAULT_PATTERN if file is None else shard_pattern(file),
             )
         )
     conversion = Conversion(checkpoint, tensors, files, (), dtype, file, layout, format)
-    if checkpoint.path.is_dir() or checkpoint.path.suffix == _INDEX_SUFFIX:  # who names one file means one file
+    if checkpoint.location.is_dir() or checkpoint.path.suffix == _INDEX_SUFFIX:  # who names one file means one file
         conversion = dataclasses.replace(
             conversion, carried=tuple(find_carried(conversion.directory, same_layout=layout is None))
         )
     return conversion
+
+
+def _metadata(checkpoint: Checkpoint, file: str | None) -> dict[str, str]:
+    """That of the source; what this says of an origin does not hold for the new files."""
+    metadata = {key: value for key, value in checkpoint.metadata.items() if key != ORIGIN}
+    if file is not None and len(checkpoint.files) == 1:
+        metadata.update(origin_metadata(*checkpoint.storages.values()))
+    return metadata
 
 
 def _plan_nesting(nesting: Nesting, file: str | None, max_shard_size: int | str) -> Conversion:
@@ -187,7 +198,7 @@ def _plan_nesting(nesting: Nesting, file: str | None, max_shard_size: int | str)
     files = CheckpointFiles.plan(
         nesting.tensors,
         max_shard_size=max_shard_size if file is None else _NO_LIMIT,
-        metadata=nesting.metadata,
+        metadata=nesting.metadata if file is None else {**nesting.metadata, **nesting.origin},
         pattern=pattern if file is None else shard_pattern(file),
     )
     return Conversion(nesting.source, nesting.tensors, files, (), None, file, nested=bool(nesting.metadata))
@@ -206,6 +217,7 @@ def convert(
     skip_unreadable: bool = False,
     resume: bool = True,
     verify: bool = False,
+    durable: bool | None = None,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Path:
@@ -234,7 +246,10 @@ def convert(
         skip_unreadable: Whether to leave out what OLMo pickled and is no plain value, as `open_nested` does.
         resume: Whether to take up a run that was cut short, if it was to write the very same: shards that it finished
             are kept. Without it, and after any change of the source or the layout, everything is written anew.
-        verify: Whether to read both sides once more and compare them bit for bit before the destination appears.
+        verify: Whether to read both sides once more, the new files from the disk, and compare them bit for bit before
+            the destination appears.
+        durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
+            the environment has HF_STREAM_DURABLE=0.
         buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -244,7 +259,8 @@ def convert(
     Raises:
         FormatError, LayoutError, CheckpointError: The source, the layout or the destination cannot be used; nothing has
             been written then.
-        CopyError: Reading or writing failed. Finished shards are kept for the next run if `resume`.
+        CopyError: Reading or writing failed; finished shards are kept for the next run if `resume`. Or the source was
+            changed meanwhile; nothing is kept then.
     """
     conversion = plan_conversion(
         source,
@@ -257,7 +273,15 @@ def convert(
         nested=nested,
         skip_unreadable=skip_unreadable,
     )
-    run_conversion(conversion, destination, resume=resume, verify=verify, buffer_size=buffer_size, progress=progress)
+    run_conversion(
+        conversion,
+        destination,
+        resume=resume,
+        verify=verify,
+        durable=durable,
+        buffer_size=buffer_size,
+        progress=progress,
+    )
     return Path(destination)
 
 
@@ -267,6 +291,7 @@ def run_conversion(
     *,
     resume: bool = True,
     verify: bool = False,
+    durable: bool | None = None,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> list[ShardFile]:
@@ -281,7 +306,7 @@ def run_conversion(
     directory = target if file is None else target.parent
     _check_apart(conversion.source, directory, file)
     _warn_of_others(conversion)
-    staging = Staging(directory, conversion.fingerprint() if resume else None, file=file)
+    staging = Staging(directory, conversion.fingerprint() if resume else None, file=file, durable=durable)
     keep = resume
     written: list[ShardFile] = []
     try:
@@ -292,10 +317,14 @@ def run_conversion(
                 new_config = conversion.new_config if changes else None
                 carry(staging, conversion.directory, conversion.carried, new_config)
             written = _write_shards(staging, conversion.files, conversion.tensors, regions, buffer_size, progress)
+            staging.wait()
             wrong = verify and _differences(conversion, staging.path, buffer_size, progress)
             if wrong:
                 keep = False
                 raise _would_differ(target, wrong)
+            keep = False  # what a source gave that has changed meanwhile is of no use
+            conversion.source.check_unchanged()
+            keep = resume
             staging.commit(entry=conversion.files.entry, stale=conversion.files.family if file is None else None)
         elif verify and (wrong := _differences(conversion, staging.directory, buffer_size, progress)):
             raise _would_differ(target, wrong)
@@ -314,9 +343,9 @@ def _main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
 
 
 def _warn_of_others(conversion: Conversion) -> None:
-    if conversion.source.path.is_dir():
-        read = (storage.name for storage in conversion.source.storages.values())
-        others = left_behind(conversion.source.path, read)
+    if conversion.source.location.is_dir():
+        read = (storage.path for storage in conversion.source.storages.values())
+        others = left_behind(conversion.source.location, read)
         if others:
             listed = ", ".join(f"'{name}'" for name in others[:_LISTED])
             logger.warning(
@@ -354,19 +383,29 @@ def _single_file(destination: str | os.PathLike[str] | None) -> str | None:
 
 def _check_apart(source: Checkpoint, directory: Path, file: str | None) -> None:
     """Refuse to replace the source: after an interruption nobody could tell whether it has been converted already."""
-    paths = [str(source.path), *(storage.name for storage in source.storages.values())]
-    taken = {os.path.realpath(path) for path in paths}
+    paths = [str(source.location), *(storage.path for storage in source.storages.values())]
     if file is None:
-        taken |= {os.path.realpath(os.path.dirname(path)) for path in paths if os.path.isfile(path)}
+        paths += [os.path.dirname(path) for path in paths if os.path.isfile(path)]
     target = directory / (file or "")
-    if os.path.realpath(target) in taken:
+    if any(map(functools.partial(_is_same, target), paths)):
         raise CheckpointError(f"'{target}' is where the source is; convert to another place")
+
+
+def _is_same(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> bool:
+    """Whether two paths lead to one place; a mount may give it another path."""
+    return os.path.realpath(a) == os.path.realpath(b) or (
+        os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
+    )
 
 
 def _differences(
     conversion: Conversion, directory: Path, buffer_size: int, progress: bool | Progress | None
 ) -> Differences:
     files = {shard.name: directory / shard.name for shard in conversion.files.shards}
+    for file in files.values():
+        # What is compared is what the disk has, and not what memory still holds of it.
+        flush(file)
+        drop_pages(file)
     written = Checkpoint(directory, files, archives=conversion.format == TORCHSCRIPT)
     return verify_checkpoints(written, conversion.tensors, buffer_size=buffer_size, progress=progress)
 

@@ -25,8 +25,9 @@ from hf_stream.checkpoint.nested_structure import (
 )
 from hf_stream.checkpoint.nested_walk import first_difference, load_state
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
+from hf_stream.checkpoint.recovery import check_settled
 from hf_stream.checkpoint.save import reserve
-from hf_stream.checkpoint.staging import Staging, check_settled
+from hf_stream.checkpoint.staging import Staging
 from hf_stream.checkpoint.state_files import is_structured, open_safetensors_state, open_state
 from hf_stream.checkpoint.torch_file import open_torch_file
 from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES
@@ -49,6 +50,7 @@ def save_nested(
     path: str | os.PathLike[str],
     *,
     max_shard_size: int | str | None = None,
+    durable: bool | None = None,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Path:
@@ -58,9 +60,9 @@ def save_nested(
     OrderedDicts, Counters, lists and tuples; None, bools, ints, floats to the last bit, complex numbers, text, bytes;
     torch's sizes, dtypes and devices; numpy arrays and scalars; tensors and parameters. What would come back as
     something else is refused: objects, and subclasses such as namedtuples and defaultdicts. Tensors come back
-    contiguous, those that share memory share it again, and each byte is written once; a dict, list or tuple that is in
-    several places comes back as several. The files are ordinary safetensors files in which the tensors are named by
-    their paths, such as "state/0/exp_avg".
+    contiguous (expanded ones expanded), those that share memory share it again, and each byte is written once; a dict,
+    list or tuple that is in several places comes back as several. The files are ordinary safetensors files in
+    which the tensors are named by their paths, such as "state/0/exp_avg".
 
     The destination appears complete or not at all, also where it replaces an older one.
 
@@ -68,6 +70,8 @@ def save_nested(
         state: The nesting. LazyTensors in it are streamed; they may come from the very files that are replaced.
         path: A path that ends in .safetensors for one file; any other for a directory.
         max_shard_size: For directories: bytes, or a string such as "2GB"; 5 GB by default.
+        durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
+            the environment has HF_STREAM_DURABLE=0.
         buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -102,7 +106,8 @@ def save_nested(
             metadata=metadata,
             pattern=shard_pattern(target.name if single else STATE_FILE),
         )
-    staging = Staging(target.parent, file=target.name) if single else Staging(target)
+    directory, file = (target.parent, target.name) if single else (target, None)
+    staging = Staging(directory, file=file, durable=durable)
     try:
         jobs = [(tensors[name], region, name) for name, region in reserve(staging, files).items()]
         write_into(jobs, buffer_size=buffer_size, progress=progress, desc="Saving")
@@ -121,8 +126,8 @@ def open_nested(path: str | os.PathLike[str], *, prefer_safetensors: bool = True
     Args:
         path: The file or the directory. What is in a safetensors file says who wrote it.
         prefer_safetensors: Whether to read, in the place of a file of torch.save, the safetensors file of the same name
-            beside it, if that is not older and holds the same tensors and values by their types and shapes. If the
-            file itself is not there, the other one is read.
+            beside it, if that was made of it (or, where it does not say so, is not older) and holds the same tensors
+            and values by their types and shapes. If the file itself is not there, the other one is read.
         skip_unreadable: Whether to leave out, with a warning, what in a file of OLMo is a pickle of more than plain
             values, instead of refusing the file.
 

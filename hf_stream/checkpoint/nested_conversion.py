@@ -12,6 +12,7 @@ import torch
 from hf_stream.checkpoint.nested_leaves import LeafWriter
 from hf_stream.checkpoint.nested_structure import STRUCTURE_TENSOR, structure_metadata
 from hf_stream.checkpoint.open import Checkpoint
+from hf_stream.checkpoint.origin import origin_metadata
 from hf_stream.checkpoint.state_files import StateFile, open_state
 from hf_stream.errors import FormatError
 from hf_stream.formats.collector import collector_paused
@@ -27,11 +28,13 @@ class Nesting:
         source: Its tensors, named as they will be.
         tensors: The same and, where it is large, the structure.
         metadata: What tells the structure; empty for a flat one.
+        origin: What one file of it says of the source.
     """
 
     source: Checkpoint
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str]
+    origin: Mapping[str, str]
 
 
 def open_nesting(path: Path, *, skip_unreadable: bool = False) -> Nesting | None:
@@ -43,10 +46,11 @@ def open_nesting(path: Path, *, skip_unreadable: bool = False) -> Nesting | None
     opened = open_state(path, skip_unreadable=skip_unreadable) if path.is_file() else None
     if opened is None:
         return None
+    origin = origin_metadata(opened.storage)
     with collector_paused():
         if _is_flat(opened.state):
             source = _source(path, StateFile(opened.storage, opened.state))
-            return Nesting(source, dict(source), {})
+            return Nesting(source, dict(source), {}, origin)
         writer = LeafWriter()
         try:
             tree = encode_structure(opened.state, writer)
@@ -55,7 +59,7 @@ def open_nesting(path: Path, *, skip_unreadable: bool = False) -> Nesting | None
         tensors = writer.place()
         metadata = structure_metadata(tree, tensors)
     lazies: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name != STRUCTURE_TENSOR}
-    return Nesting(_source(path, StateFile(opened.storage, lazies)), tensors, metadata)
+    return Nesting(_source(path, StateFile(opened.storage, lazies)), tensors, metadata, origin)
 
 
 def _is_flat(state: Any) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_stream.checkpoint.files import check_has_data
-from hf_stream.checkpoint.nested_sharing import place_tensors
+from hf_stream.checkpoint.nested_sharing import find_bases
 from hf_stream.errors import CheckpointError, FormatError
+from hf_stream.formats.budget import MIN_TAKEN, RATE
 from hf_stream.formats.nested import malformed
-from hf_stream.formats.nested_paths import Keys, path_of
+from hf_stream.formats.nested_paths import Keys, PathNames
 from hf_stream.formats.strict_json import Pairs
 from hf_stream.formats.tensor_ref import TensorRef, View
 from hf_stream.lazy import LazyTensor
@@ -36,13 +38,14 @@ class LeafWriter:
     """Turns leaves into nodes, and remembers the tensors to be written."""
 
     def __init__(self) -> None:
+        self._name = PathNames()
         self._leaves: list[tuple[dict[str, Any], str, TensorRef, torch.Tensor]] = []
         self._plain: dict[int, torch.Tensor] = {}  # what is written for a leaf that is in several places
 
     def __call__(self, value: object, keys: Keys) -> dict[str, Any] | None:
         """The node of a leaf, or None for what is none; for `encode_structure`."""
         if isinstance(value, torch.Tensor) or type(value) is np.ndarray:
-            return self._add(path_of(keys), value)
+            return self._add(self._name(keys), value)
         if type(value) in _SCALARS.values():
             assert isinstance(value, np.generic)
             return {"numpy": [value.dtype.name, value.tobytes().hex()]}
@@ -56,12 +59,9 @@ class LeafWriter:
 
     def place(self) -> dict[str, torch.Tensor]:
         """Write the names of the tensors into their nodes, and return the tensors by name, each once."""
-        tensors: dict[str, torch.Tensor] = {}
-        places = place_tensors([(ref.name, tensor) for _, _, ref, tensor in self._leaves])
-        for (node, tag, ref, tensor), (name, view) in zip(self._leaves, places, strict=True):
+        tensors, places = find_bases([(ref.name, tensor) for _, _, ref, tensor in self._leaves])
+        for (node, tag, ref, _), (name, view) in zip(self._leaves, places, strict=True):
             node[tag] = TensorRef(name, view, ref.parameter, ref.requires_grad).to_json()
-            if name == ref.name:
-                tensors[name] = tensor
         return tensors
 
     def _add(self, name: str, value: torch.Tensor | np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -95,7 +95,9 @@ class LeafReader:
     ) -> None:
         self._tensors = tensors
         self._as_array = as_array
-        self._leaves: dict[tuple[str, TensorRef], object] = {}
+        # By their text: the numbers of views could be chosen so that all have one hash.
+        self._leaves: dict[str, object] = {}
+        self._shown = 0
         self.names: dict[str, set[str]] = {}
 
     def __call__(self, tag: str, content: Any, keys: Keys) -> object:
@@ -114,7 +116,7 @@ class LeafReader:
         raise malformed(keys, f"nothing is known of {tag!r:.40}; a newer version may know it")
 
     def _leaf(self, tag: str, ref: TensorRef) -> object:
-        key = tag, ref
+        key = f"{tag} {ref}"
         if key not in self._leaves:
             if ref.name not in self._tensors:
                 raise FormatError(f"the file has no tensor {ref.name!r:.200}")
@@ -122,8 +124,25 @@ class LeafReader:
             tensor = self._tensors[ref.name]
             if ref.view is not None:
                 tensor = _view(tensor, ref.view)
+                self._check_shown(ref.name, tensor)
             self._leaves[key] = self._tensor(tensor, ref) if tag == TENSOR else self._as_array(tensor)
         return self._leaves[key]
+
+    def _check_shown(self, name: str, view: torch.Tensor) -> None:
+        """Count the bytes of a view, which can be far more than those of its tensor."""
+        self._shown += view.numel() * view.itemsize
+        if self._shown > MIN_TAKEN:
+            limit = max(MIN_TAKEN, RATE * self._nbytes)
+            if self._shown > limit:
+                raise FormatError(
+                    f"with a view of {name!r:.200} of size {list(view.shape)} and strides {list(view.stride())} the "
+                    f"views come to {self._shown} bytes, and the limit for files with {self._nbytes} bytes of tensors "
+                    f"is {limit}; if that is right, expand the tensors after loading"
+                )
+
+    @cached_property
+    def _nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.itemsize for tensor in self._tensors.values())
 
     def _tensor(self, tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
         if ref.parameter:

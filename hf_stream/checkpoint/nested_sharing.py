@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.lib.stride_tricks import as_strided
 
 from hf_stream.copying.geometry import contiguous_stride
+from hf_stream.copying.overlap import Touch, find_conflict
+from hf_stream.copying.region import Region
 from hf_stream.errors import CheckpointError
 from hf_stream.formats.tensor_ref import View
 from hf_stream.lazy import LazyTensor
 from hf_stream.lazy.sources import Leaf
 from hf_stream.storage.memory import MemoryStorage
 
-# Steps of the exact search for a common byte; who needs more counts as overlapping.
-_MAX_WORK = 1_000_000
-
 Place = tuple[str, View | None]
+
+_NOWHERE = MemoryStorage(torch.empty(0))
 
 
 class _Window(NamedTuple):
@@ -28,6 +28,7 @@ class _Window(NamedTuple):
     Attributes:
         where: What `start` counts in: a device, whose addresses they are, or a storage.
         start: The first byte.
+        lazy: Whether it is a value, of which whoever materialises it gets a copy: not memory that somebody writes to.
     """
 
     where: Hashable
@@ -35,6 +36,17 @@ class _Window(NamedTuple):
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
+    lazy: bool
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for equal windows. As text: numbers of a file could be chosen so that all have one hash."""
+        return self.where, f"{self.start} {self.dtype} {self.size} {self.stride}"
+
+    @property
+    def region(self) -> Region:
+        """The same as a region, of no storage in particular."""
+        return Region(_NOWHERE, self.dtype, self.size, self.stride, self.start)
 
     @property
     def stop(self) -> int:
@@ -47,6 +59,36 @@ class _Window(NamedTuple):
         """Whether the elements lie in their order and without gaps."""
         expected = contiguous_stride(self.size)
         return all(n == 1 or step == wanted for n, step, wanted in zip(self.size, self.stride, expected, strict=True))
+
+
+def find_bases(named: Sequence[tuple[str, torch.Tensor]]) -> tuple[dict[str, torch.Tensor], list[Place]]:
+    """The tensors to be written, by name, and for each that was given the name of one and the view of it that it is.
+
+    As `place_tensors`; and an expanded tensor is a view of its elements in a row, each once.
+
+    Raises:
+        CheckpointError: As for `place_tensors`.
+    """
+    rows = [(name, *_row_of(tensor)) for name, tensor in named]
+    places: list[Place] = []
+    bases: dict[str, torch.Tensor] = {}
+    for (name, row, own), (base, view) in zip(rows, place_tensors([(name, row) for name, row, _ in rows]), strict=True):
+        if base == name:
+            bases[name] = row
+        if own is not None:
+            view = replace(own, offset=0 if view is None else view.offset)
+        places.append((base, view))
+    return bases, places
+
+
+def _row_of(tensor: torch.Tensor) -> tuple[torch.Tensor, View | None]:
+    """The elements that the tensor has in memory, and how it shows them, if it shows some of them more than once."""
+    if isinstance(tensor, LazyTensor) and not isinstance(tensor._source, Leaf):
+        return tensor, None
+    view = View(tuple(tensor.shape), tensor.stride(), 0)
+    if tensor.numel() <= view.end:
+        return tensor, None
+    return tensor.detach().as_strided((view.end,), (1,), int(tensor.storage_offset())), view
 
 
 def place_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> list[Place]:
@@ -64,9 +106,14 @@ def place_tensors(named: Sequence[tuple[str, torch.Tensor]]) -> list[Place]:
     keys: list[Hashable] = []
     for name, tensor in named:
         window = _window(name, tensor)
-        key: Hashable = window
-        if window is None:
-            key = tensor.identity if isinstance(tensor, LazyTensor) else id(tensor)
+        key: Hashable
+        if window is not None:
+            key = window.key
+        elif isinstance(tensor, LazyTensor):
+            # What `identity` holds, with the numbers as text, as in `_Window.key`.
+            key = tensor._source, f"{tuple(tensor.shape)} {tensor.stride()} {tensor.storage_offset()} {tensor.dtype}"
+        else:
+            key = id(tensor)
         keys.append(key)
         if key not in places:
             places[key] = name, None
@@ -89,38 +136,43 @@ def _window(name: str, tensor: torch.Tensor) -> _Window | None:
                 f"'{name}' of shape {list(tensor.shape)} has a storage of {nbytes} bytes: its memory was given back. "
                 "Gather it first"
             )
-        return _Window(tensor.device, tensor.data_ptr(), *shown)
+        return _Window(tensor.device, tensor.data_ptr(), *shown, lazy=False)
     source = tensor._source
     if not isinstance(source, Leaf):
         return None
     offset = source.base + int(tensor.storage_offset()) * tensor.itemsize
     if isinstance(source.storage, MemoryStorage):
-        return _Window(source.storage.device, source.storage.address + offset, *shown)
-    return _Window(source.storage, offset, *shown)
+        return _Window(source.storage.device, source.storage.address + offset, *shown, lazy=True)
+    return _Window(source.storage, offset, *shown, lazy=True)
 
 
 def _views(windows: Sequence[tuple[_Window, str]]) -> dict[Hashable, Place]:
     """Those of the windows that are views of others."""
     views: dict[Hashable, Place] = {}
     base: tuple[_Window, str] | None = None
-    reaching: list[tuple[_Window, str]] = []  # own tensors that may overlap the next
+    own: list[tuple[_Window, str]] = []
     for window, name in sorted(windows, key=_widest_first):
         view = None if base is None else _view(window, base[0])
         if base is not None and view is not None:
-            views[window] = base[1], view
+            views[window.key] = base[1], view
             continue
-        reaching = [other for other in reaching if other[0].stop > window.start]
-        for other, other_name in reaching:
-            # Lazies of a file are values; who materialises them gets memory for each.
-            if isinstance(window.where, torch.device) and _overlap(window, other):
-                raise CheckpointError(
-                    f"'{other_name}' and '{name}' overlap in memory, and neither is a view of the other, contiguous "
-                    "one: they could not share it after loading. Clone one of them"
-                )
-        reaching.append((window, name))
+        own.append((window, name))
         if window.is_row_major:
             base = window, name
+    _check_apart([(window, name) for window, name in own if not window.lazy])
     return views
+
+
+def _check_apart(windows: Sequence[tuple[_Window, str]]) -> None:
+    """Refuse windows on memory that have a byte in common."""
+    touches = [Touch(window.start, window.stop, window.region, n, True) for n, (window, _) in enumerate(windows)]
+    conflict = find_conflict(touches, strict=True)
+    if conflict is not None:
+        one, other = (windows[n][1] for n in conflict)
+        raise CheckpointError(
+            f"'{one}' and '{other}' overlap in memory, and neither is a view of the other, contiguous "
+            "one: they could not share it after loading. Clone one of them"
+        )
 
 
 def _widest_first(item: tuple[_Window, str]) -> tuple[int, int, bool]:
@@ -134,24 +186,3 @@ def _view(window: _Window, base: _Window) -> View | None:
     if rest or window.dtype != base.dtype or window.stop > base.stop:
         return None
     return View(window.size, window.stride, step)
-
-
-def _overlap(a: _Window, b: _Window) -> bool:
-    """Whether they have a byte in common."""
-    start = min(a.start, b.start)
-    try:
-        # The stubs know two values of max_work.
-        return np.shares_memory(_dummy(a, start), _dummy(b, start), max_work=_MAX_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
-        return True
-
-
-def _dummy(window: _Window, start: int) -> np.ndarray[tuple[int, ...], np.dtype[np.void]]:
-    """An array that lies to a common, single byte as the window to `start`; nobody reads it."""
-    offset = window.start - start
-    item = window.dtype.itemsize
-    flat = as_strided(_BYTE, (offset + item,), (1,))[offset:].view(f"V{item}")
-    return as_strided(flat, window.size, [step * item for step in window.stride])
-
-
-_BYTE = np.zeros(1, np.uint8)

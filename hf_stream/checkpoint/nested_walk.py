@@ -8,36 +8,16 @@ from typing import Any, Final
 
 import torch
 
-from hf_stream.checkpoint.nested_sharing import place_tensors
+from hf_stream.checkpoint.nested_sharing import find_bases
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
-from hf_stream.errors import FormatError
 from hf_stream.formats.nested import MAX_DEPTH
-from hf_stream.formats.nested_paths import Keys, path_of
+from hf_stream.formats.nested_paths import Keys, PathNames, Way, keys_of, path_of
 from hf_stream.lazy import materialize
 from hf_stream.lazy.tensor import dressed
 
 _CONTAINERS: Final = frozenset({dict, OrderedDict, Counter, list, tuple})
-_MAX_LEAVES: Final = 10_000_000
-
-
-def leaves(state: Any) -> Iterator[tuple[tuple[object, ...], Any]]:
-    """Every value that is no container, and the keys that lead to it; what is shared comes as often as it is met.
-
-    Raises:
-        FormatError: The nesting is deeper than nested states are, or holds itself.
-    """
-    todo: list[tuple[tuple[object, ...], Any]] = [((), state)]
-    met = 0
-    while todo:
-        keys, value = todo.pop()
-        met += 1
-        if type(value) not in _CONTAINERS:
-            yield keys, value
-        elif len(keys) == MAX_DEPTH or met > _MAX_LEAVES:
-            raise FormatError(f"'{path_of(keys[:3])}' nests deeper than {MAX_DEPTH} levels, or without end")
-        else:
-            todo.extend(((*keys, key), item) for key, item in reversed(list(_items(value))))
+_FOLLOWED: Final = (*_CONTAINERS, torch.Tensor)
 
 
 def first_difference(a: Any, b: Any) -> str | None:
@@ -45,17 +25,49 @@ def first_difference(a: Any, b: Any) -> str | None:
 
     Tensors are compared by type and shape, other values exactly; containers only by the keys that lead to leaves.
     """
-    try:
-        there, here = dict(leaves(a)), dict(leaves(b))
-    except FormatError as error:
-        return str(error)
-    for keys, value in there.items():
-        if keys not in here:
-            return f"'{path_of(keys)}' is missing"
-        if not _alike(value, here[keys]):
-            return f"'{path_of(keys)}' is another one"
-    more = next((keys for keys in here if keys not in there), None)
-    return None if more is None else f"'{path_of(more)}' is new"
+    todo: list[tuple[Way | None, int, Any, Any]] = [(None, 0, a, b)]
+    same: set[tuple[int, int]] = set()
+    while todo:
+        way, depth, there, here = todo.pop()
+        if depth > MAX_DEPTH:
+            return f"'{path_of(keys_of(way)[:3])}' nests deeper than {MAX_DEPTH} levels, or without end"
+        if type(there) not in _CONTAINERS and type(here) not in _CONTAINERS:
+            if not _alike(there, here):
+                return f"'{path_of(keys_of(way))}' is another one"
+            continue
+        if (id(there), id(here)) in same:
+            continue
+        same.add((id(there), id(here)))
+        theirs, ours = _as_dict(there), _as_dict(here)
+        for one, other, fact in ((theirs, ours, "is missing"), (ours, theirs, "is new")):
+            for key, value in one.items():
+                if key not in other and (leaf := _first_leaf(Way(way, key), value)):
+                    return f"'{path_of(leaf)}' {fact}"
+        if (type(there) in _CONTAINERS) != (type(here) in _CONTAINERS):
+            return f"'{path_of(keys_of(way))}' is another one"
+        todo.extend((Way(way, key), depth + 1, value, ours[key]) for key, value in theirs.items() if key in ours)
+    return None
+
+
+def _as_dict(value: Any) -> Mapping[Any, Any]:
+    """A container's items by their keys; a leaf has none."""
+    if isinstance(value, dict):
+        return value
+    return dict(enumerate(value)) if type(value) in _CONTAINERS else {}
+
+
+def _first_leaf(way: Way | None, state: Any) -> Keys | None:
+    """The keys that lead to a value that is no container, or None if there is none."""
+    todo: list[tuple[Way | None, Any]] = [(way, state)]
+    seen = set()
+    while todo:
+        way, value = todo.pop()
+        if type(value) not in _CONTAINERS:
+            return keys_of(way)
+        if id(value) not in seen:
+            seen.add(id(value))
+            todo.extend((Way(way, key), item) for key, item in _items(value))
+    return None
 
 
 def load_state(
@@ -69,17 +81,17 @@ def load_state(
 
     Lists and dicts are changed, not copied. Arguments as those of `load_nested`.
     """
-    found = {id(tensor): (path_of(keys), tensor) for keys, tensor in _tensors_once(state)}
+    name_of = PathNames()
+    found = {id(tensor): (name_of(keys_of(way)), tensor) for way, tensor in _tensors_once(state)}
     named = list(found.values())
-    places = place_tensors(named)
-    bases = {name: tensor for (name, tensor), (base, _) in zip(named, places, strict=True) if name == base}
+    bases, places = find_bases(named)
     real = materialize(bases, device=device, buffer_size=buffer_size, progress=progress, desc="Loading")
     loaded: dict[int, torch.Tensor] = {}
     for (name, lazy), (base, view) in zip(named, places, strict=True):
         tensor = real[base]
         if view is not None:
             tensor = tensor.detach().as_strided(view.size, view.stride, view.offset)
-        if name != base:
+        if name != base or view is not None:
             tensor = dressed(tensor.detach(), lazy)
         if lazy.requires_grad and not tensor.requires_grad:
             tensor.requires_grad_()
@@ -96,19 +108,24 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    return value.items() if isinstance(value, dict) else enumerate(value)
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if type(value) in _CONTAINERS else ()
 
 
-def _tensors_once(state: Any) -> Iterator[tuple[Keys, torch.Tensor]]:
-    todo: list[tuple[tuple[object, ...], Any]] = [((), state)]
+def _tensors_once(state: Any) -> Iterator[tuple[Way | None, torch.Tensor]]:
+    todo: list[tuple[Way | None, Any]] = [(None, state)]
     seen = set()
     while todo:
-        keys, value = todo.pop()
+        way, value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            yield keys, value
-        elif type(value) in _CONTAINERS and id(value) not in seen:
-            seen.add(id(value))
-            todo.extend(((*keys, key), item) for key, item in reversed(list(_items(value))))
+            yield way, value
+        else:
+            inner = [(Way(way, key), item) for key, item in _items(value) if isinstance(item, _FOLLOWED)]
+            todo.extend(reversed(inner))
 
 
 def _replaced(value: Any, by_id: Mapping[int, Any], done: dict[int, Any]) -> Any:

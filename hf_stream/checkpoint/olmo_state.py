@@ -9,6 +9,8 @@ from typing import Any, Final
 import torch
 
 from hf_stream.errors import FormatError
+from hf_stream.formats.budget import Budget
+from hf_stream.formats.key_table import KeyTable
 from hf_stream.formats.nested_paths import path_of
 from hf_stream.formats.olmo_names import parse_olmo_name
 from hf_stream.formats.plain_pickle import read_plain
@@ -32,10 +34,10 @@ def olmo_tensors(tensors: Mapping[str, LazyTensor], file: str) -> dict[Any, Any]
     Raises:
         FormatError: A name is none of OLMo's, or two names stand for one place.
     """
-    nesting = _Nesting(file)
+    nesting, budget = _Nesting(file), Budget(sum(map(len, tensors)))
     for name, lazy in tensors.items():
         try:
-            keys, pickled = parse_olmo_name(name)
+            keys, pickled = parse_olmo_name(name, budget)
         except FormatError as error:
             raise FormatError(f"'{file}': {error}") from None
         if not pickled:
@@ -54,11 +56,12 @@ def olmo_state(tensors: Mapping[str, LazyTensor], file: str, *, skip_unreadable:
     Raises:
         FormatError: A name or a value is more than plain ones, or two names stand for one place.
     """
-    reader, nesting = _Reader(), _Nesting(file)
+    nesting, budget = _Nesting(file), Budget(sum(map(len, tensors)))
+    reader = _Reader(Budget(sum(lazy.numel() for lazy in tensors.values() if lazy.dtype == torch.uint8)))
     skipped: list[str] = []
     for name, lazy in tensors.items():
         try:
-            keys, pickled = parse_olmo_name(name)
+            keys, pickled = parse_olmo_name(name, budget)
             value = reader.value(keys, lazy) if pickled else lazy
         except FormatError as error:
             if not skip_unreadable:
@@ -77,8 +80,9 @@ def olmo_state(tensors: Mapping[str, LazyTensor], file: str, *, skip_unreadable:
 class _Reader:
     """Reads values, within a limit for each and one for all."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget) -> None:
         self._left = _MAX_VALUES
+        self._budget = budget
 
     def value(self, keys: tuple[object, ...], lazy: LazyTensor) -> Any:
         try:
@@ -93,7 +97,7 @@ class _Reader:
         if lazy.numel() > limit:
             raise FormatError(f"its pickle has {lazy.numel()} bytes, at most {limit} are read")
         self._left -= lazy.numel()
-        return read_plain(lazy.materialize().numpy().tobytes())
+        return read_plain(lazy.materialize().numpy().tobytes(), self._budget)
 
 
 class _Nesting:
@@ -106,31 +110,37 @@ class _Nesting:
     def __init__(self, file: str) -> None:
         self.root: dict[Any, Any] = {}
         self._file = file
-        self._folders = {id(self.root)}
-        # Equal keys can be different values: 1, 1.0 and True. A dict holds one of them.
-        self._spelled: dict[tuple[int, Any], str] = {}
+        self._folders = {id(self.root): _Folder()}
 
     def put(self, keys: tuple[object, ...], value: Any) -> None:
         """Add a value at the end of a path."""
         folder = self.root
         for number, key in enumerate(keys[:-1]):
-            self._check_spelling(folder, keys, number)
+            self._check_key(folder, keys, number)
             inner = folder.get(key, _NOTHING)
             if inner is _NOTHING:
                 inner = folder[key] = {}
-                self._folders.add(id(inner))
+                self._folders[id(inner)] = _Folder()
             elif id(inner) not in self._folders:
                 raise self._taken(keys[: number + 1])
             folder = inner
-        self._check_spelling(folder, keys, len(keys) - 1)
+        self._check_key(folder, keys, len(keys) - 1)
         if keys[-1] in folder:
             raise self._taken(keys)
         folder[keys[-1]] = value
 
-    def _check_spelling(self, folder: dict[Any, Any], keys: tuple[object, ...], number: int) -> None:
-        key = keys[number]
+    def _check_key(self, folder: dict[Any, Any], keys: tuple[object, ...], number: int) -> None:
+        key, known = keys[number], self._folders[id(folder)]
+        if type(key) is str and known.table is None:
+            return
+        if key not in folder:
+            try:
+                known.table = known.table or KeyTable(folder)
+                known.table.add(key)
+            except FormatError as error:
+                raise FormatError(f"'{self._file}': {error}") from None
         spelling = path_of([key])
-        other = self._spelled.setdefault((id(folder), key), spelling)
+        other = known.spelled.setdefault(key, spelling)
         if other != spelling:
             raise FormatError(
                 f"'{self._file}': the key {spelling} of '{path_of(keys)}' equals another one there, {other}"
@@ -138,6 +148,19 @@ class _Nesting:
 
     def _taken(self, keys: tuple[object, ...]) -> FormatError:
         return FormatError(f"'{self._file}': there are two values at '{path_of(keys)}'. Get the file again.")
+
+
+class _Folder:
+    """What is known of the keys of a dict that has others than text.
+
+    Attributes:
+        table: The keys, to count the work.
+        spelled: What they look like: equal keys can be different values, 1, 1.0 and True. A dict holds one of them.
+    """
+
+    def __init__(self) -> None:
+        self.table: KeyTable | None = None
+        self.spelled: dict[Any, str] = {}
 
 
 _NOTHING: Final = object()

@@ -8,10 +8,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from hf_stream.checkpoint.again import State, state_of, state_of_directory, until_unchanged
 from hf_stream.checkpoint.archives import ArchiveFile, find_archives
 from hf_stream.checkpoint.beside import first_change, open_beside
 from hf_stream.checkpoint.parts import find_parts, is_pattern, part_names
-from hf_stream.checkpoint.staging import check_settled
+from hf_stream.checkpoint.recovery import check_settled
 from hf_stream.checkpoint.state_files import open_file, open_file_as_state
 from hf_stream.checkpoint.torch_state import Key
 from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX as _SUFFIX
@@ -34,8 +35,9 @@ _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safete
 class Checkpoint(Mapping[str, LazyTensor]):
     """The tensors of one or more files, by name, in the order of the files and of the tensors in them.
 
-    Only headers are read. The files stay open, so replacing or deleting them later does no harm; a tensor read twice
-    is the same object twice.
+    Only headers are read. The files stay open while the process has few open (half of what `ulimit -n` allows):
+    replacing or deleting them later does no harm. Of more files, reading one that was replaced is an error, and never
+    gives other values. A tensor read twice is the same object twice.
 
     Args:
         path: What errors call the checkpoint.
@@ -49,6 +51,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     Attributes:
         path: What was opened.
+        location: The same as an absolute path, wherever the process has gone since.
         metadata: The `__metadata__` of the files (of the first file that has an entry, where they differ).
         files: The open files, by name.
     """
@@ -66,6 +69,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         opened: Mapping[str, WeightFile] | None = None,
     ) -> None:
         self.path = path
+        self.location = path.absolute()
         self.metadata: dict[str, str] = {}
         self.files: dict[str, WeightFile] = {}
         # The file of each tensor, and its name there.
@@ -90,6 +94,15 @@ class Checkpoint(Mapping[str, LazyTensor]):
                 self._add(file, weight_map or {})
         for file, location in files.items():
             self._check_in_place(file, location)
+
+    def check_unchanged(self) -> None:
+        """Refuse files that are not as they were when they were opened.
+
+        Raises:
+            CopyError: One was changed; names it.
+        """
+        for storage in self.storages.values():
+            storage.check_unchanged()
 
     def _add(self, file: str, weight_map: Mapping[str, str]) -> None:
         for name in self.files[file].names:
@@ -179,8 +192,8 @@ def open_checkpoint(
             needed where only one dict has tensors. Without it, all tensors of `save_nested` are there, by their paths.
         verify: Whether to read files of torch.save once and compare them with their checksums; others have none.
         prefer_safetensors: Whether to read, in the place of one file of torch.save, the safetensors file of the same
-            name beside it, if that is not older and has the same names, types and shapes, and the file is not to be
-            verified. If the file itself is not there, the other one is read.
+            name beside it, if that was made of it (or, where it does not say so, is not older) and has the same names,
+            types and shapes, and if the file is not to be verified. If there is no such file, the other one is read.
 
     Returns:
         A mapping of names to LazyTensors: `checkpoint["lm_head.weight"][:8].materialize()` reads eight rows.
@@ -190,12 +203,19 @@ def open_checkpoint(
         CheckpointError: There is nothing to open, a shard is missing, a shard lacks a tensor that the index says it
             has, two files hold one name, the key is missing or wrong, or the files are being replaced.
     """
+    path = Path(source)
     try:
-        return _open(Path(source), key, verify, prefer_safetensors)
+        return until_unchanged(lambda: _open(path, key, verify, prefer_safetensors), lambda: _state(path), path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"'{os.fspath(source)}': '{error.filename}' went away while it was being opened; open it again"
         ) from error
+
+
+def _state(path: Path) -> State:
+    if not path.is_dir() and path.suffix in (_SUFFIX, *TORCH_SUFFIXES):
+        return state_of([path, path.with_suffix(_SUFFIX)])
+    return state_of_directory(path if path.is_dir() else path.parent)
 
 
 def _open(path: Path, key: Key | None, verify: bool, prefer_safetensors: bool) -> Checkpoint:
@@ -289,6 +309,7 @@ def _open_index(path: Path, index: Path, key: Key | None, verify: bool) -> Check
     files = sorted(set(weight_map.values()))
     missing = [file for file in files if not (index.parent / file).exists()]
     if missing:
+        _check_same(index, before)
         listed = ", ".join(f"'{file}'" for file in missing[:5])
         raise CheckpointError(
             f"'{index}' names {len(files)} files, {len(missing)} of them are missing: {listed}; "

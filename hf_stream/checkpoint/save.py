@@ -15,7 +15,6 @@ from hf_stream.copying.progress import Progress
 from hf_stream.copying.region import Region
 from hf_stream.lazy import write_into
 from hf_stream.storage.file import FileStorage
-from hf_stream.storage.reopened import ReopenedFile
 
 
 def save_checkpoint(
@@ -24,6 +23,7 @@ def save_checkpoint(
     *,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     metadata: Mapping[str, str] | None = None,
+    durable: bool | None = None,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Path:
@@ -34,13 +34,15 @@ def save_checkpoint(
     files that are replaced. A new directory appears complete or not at all; in one that exists, old weights go and no
     mixture of old and new ever loads. Tied tensors are written under each of their names.
 
-    This holds for processes that are killed; the files are not forced to the disk before they count as saved.
+    This holds for processes that are killed, and for a loss of power.
 
     Args:
         tensors: Name -> tensor. Strided and non-contiguous ones are welcome.
         directory: Where to save.
         max_shard_size: Bytes, or a string such as "5GB"; a larger tensor gets a shard of its own.
         metadata: Text entries for each file's header; `format: pt` is added.
+        durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
+            the environment has HF_STREAM_DURABLE=0.
         buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -54,7 +56,7 @@ def save_checkpoint(
         CopyError: Reading or writing failed. The destination is as it was.
     """
     files = CheckpointFiles.plan(tensors, max_shard_size=max_shard_size, metadata=metadata)
-    write_files(Staging(directory), files, tensors, buffer_size=buffer_size, progress=progress)
+    write_files(Staging(directory, durable=durable), files, tensors, buffer_size=buffer_size, progress=progress)
     return Path(directory)
 
 
@@ -88,12 +90,7 @@ def reserve(staging: Staging, files: CheckpointFiles) -> dict[str, Region]:
     storages: dict[str, FileStorage] = {}
     for shard in files.shards:
         if shard.name not in staging.finished:
-            storage = staging.create(shard.name, shard.header.nbytes)
-            if shard.archive is not None:
-                # One file for each tensor: too many to have all of them open.
-                storage.close()
-                storage = ReopenedFile(storage.name, "r+")
-            storages[shard.name] = storage
+            storages[shard.name] = staging.create(shard.name, shard.header.nbytes)
     for name, content in files.small.items():
         staging.write(name, content)
     regions = {}

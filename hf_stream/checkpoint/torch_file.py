@@ -7,6 +7,7 @@ record against its storage, every tensor against its record.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import zlib
@@ -18,8 +19,9 @@ import torch
 
 from hf_stream.checkpoint.torch_legacy import read_legacy
 from hf_stream.errors import FormatError
+from hf_stream.formats.budget import MIN_TAKEN, RATE, Budget
 from hf_stream.formats.collector import collector_paused
-from hf_stream.formats.nested_paths import path_of
+from hf_stream.formats.nested_paths import Keys, path_of
 from hf_stream.formats.pickle_reader import Function, Inert, InertClass
 from hf_stream.formats.torch_pickle import Refused, StorageKind, StorageRecord, TensorRecord, TorchPickle
 from hf_stream.formats.torchscript_pickle import attributes_of, read_torchscript_pickle
@@ -38,6 +40,8 @@ _MAX_PICKLE: Final = 1 << 30
 _MAX_INFLATION: Final = 16
 _SMALL: Final = 1 << 20
 _MAX_MARK: Final = 1000
+# Tied weights take bytes only where they are written, and there are few names for each as a rule.
+_TIED: Final = 16
 _CHUNK: Final = 1 << 20
 _MARKS: Final = {
     "byteorder": rb"little",
@@ -47,6 +51,7 @@ _MARKS: Final = {
     ".data/serialization_id": rb"[ -~]*\n?",
     ".storage_alignment": rb"[0-9]{1,9}\n?",
 }
+_PLAIN: Final = frozenset({type(None), bool, int, float, str})
 _CONTAINERS: Final = frozenset({dict, OrderedDict, Counter, list, tuple})
 _NO_VALUES: Final = frozenset({Refused, StorageRecord, StorageKind, Function, Inert, InertClass})
 
@@ -91,6 +96,11 @@ class TorchFile:
         # Equal storages of the pickle are one; here is where each of them is.
         self._places: dict[str, tuple[Storage, int]] = {}
         self._lazies: dict[TensorRecord, LazyTensor] = {}
+        # What containers have become, by their ids. Replaced tuples must not go away: others would get their ids.
+        self._done: dict[int, Any] = {}
+        self._replaced: list[Any] = []
+        self._taken = 0.0
+        self._windows: set[tuple[object, ...]] = set()
         with collector_paused():
             if self._read(0, min(len(SIGNATURE), self.storage.nbytes)) == SIGNATURE:
                 self.state = self._open_zip(verify)
@@ -113,11 +123,12 @@ class TorchFile:
         if verify:
             self._verify(records.values())
         data, name = self._content(found["data.pkl"]), f"{self.name}: {folder}/data.pkl"
+        budget = Budget(min(len(data), self.storage.nbytes))
         if "constants.pkl" in found:
-            state, storages = read_torchscript_pickle(data, name)
-            state = attributes_of(state, name)
+            state, storages = read_torchscript_pickle(data, name, budget)
+            state = attributes_of(state, name, budget)
         else:
-            reader = TorchPickle()
+            reader = TorchPickle(budget)
             state, stop = reader.read(data, name)
             storages = reader.storages
             if stop != len(data):
@@ -232,13 +243,34 @@ class TorchFile:
         """
         try:
             with collector_paused():
-                return self._converted(state, keys, {})
+                return self._converted(state, keys)
         except RecursionError:
             raise FormatError(f"'{self.name}' nests deeper than can be followed") from None
 
-    def _converted(self, value: Any, keys: tuple[object, ...], done: dict[int, tuple[Any, Any]]) -> Any:
+    def check_taken(self, keys: Keys, record: TensorRecord) -> None:
+        """Count the bytes of the tensor at `keys`, which is taken from the file, each time that it is.
+
+        Raises:
+            FormatError: All together they are much larger than the file.
+        """
+        nbytes = math.prod(record.size) * record.dtype.itemsize
+        window = record.storage.key, record.dtype, record.offset, record.size, record.stride
+        self._taken += nbytes if window not in self._windows else nbytes / _TIED
+        self._windows.add(window)
+        limit = max(MIN_TAKEN, RATE * self.storage.nbytes)
+        if self._taken > limit:
+            raise FormatError(
+                f"'{self.name}': with '{path_of(keys)}' of {record.dtype} and size {list(record.size)}, strides "
+                f"{list(record.stride)}, on a storage of {record.storage.nbytes} bytes, its tensors come to "
+                f"{int(self._taken)} bytes, and the limit for a file of {self.storage.nbytes} bytes is {limit}. If the "
+                "file is right, load it with torch, clone() what is expanded or shares bytes, and save it again"
+            )
+
+    def _converted(self, value: Any, keys: tuple[object, ...]) -> Any:
         kind = type(value)
         if kind is TensorRecord:
+            if value not in self._lazies:
+                self.check_taken(keys, value)
             return self.lazy(value)
         if kind in _NO_VALUES:
             raise FormatError(
@@ -246,21 +278,29 @@ class TorchFile:
             )
         if kind not in _CONTAINERS:
             return value
+        done = self._done
         if id(value) in done:
-            return done[id(value)][1]
+            return done[id(value)]
+        if not value and not hasattr(value, "__dict__"):
+            return value
         if kind is tuple:
             # It cannot hold itself but through a list or a dict.
-            parts = tuple(self._converted(item, (*keys, at), done) for at, item in enumerate(value))
+            parts = tuple(
+                self._converted(item, (*keys, at)) if type(item) not in _PLAIN else item
+                for at, item in enumerate(value)
+            )
             new = parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
-            # With the old one, which must not go away: another would get its id.
-            done[id(value)] = value, new
+            done[id(value)] = new
+            if new is not value:
+                self._replaced.append(value)
             return new
-        done[id(value)] = value, value
+        done[id(value)] = value
         for key, item in value.items() if kind is not list else enumerate(value):
-            value[key] = self._converted(item, (*keys, key), done)
+            if type(item) not in _PLAIN:
+                value[key] = self._converted(item, (*keys, key))
         if hasattr(value, "__dict__"):
             for name, item in value.__dict__.items():
-                value.__dict__[name] = self._converted(item, (*keys, "." + name), done)
+                value.__dict__[name] = self._converted(item, (*keys, "." + name))
         return value
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from hf_stream.errors import FormatError
+from hf_stream.formats.budget import Budget
 from hf_stream.formats.torch_pickle import StorageRecord, TensorRecord, TorchPickle
 from hf_stream.storage.base import Storage
 from hf_stream.storage.file import FileStorage
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _PROTOCOL: Final = 1001
 _NUMEL: Final = struct.Struct("<q")
+
+_FOLLOWED: Final = (dict, list, tuple, TensorRecord)
 
 Places = dict[str, tuple[Storage, int]]
 
@@ -53,7 +56,7 @@ def read_legacy(storage: FileStorage) -> tuple[Any, Places]:
 
 
 def _check(data: mmap.mmap, name: str) -> tuple[Any, dict[str, StorageRecord]]:
-    reader = TorchPickle(legacy=True)
+    reader = TorchPickle(Budget(len(data)), legacy=True)
     try:
         magic, at = reader.read(data, name)
     except FormatError:
@@ -97,9 +100,9 @@ def _find_storages(record: Any, loaded: Any, places: Places, seen: set[int]) -> 
             if record.attributes:
                 todo.append((record.attributes, loaded.__dict__))
         elif isinstance(record, dict):
-            todo.extend((value, loaded[key]) for key, value in record.items())
+            todo.extend((value, loaded[key]) for key, value in record.items() if isinstance(value, _FOLLOWED))
         elif isinstance(record, list | tuple):
-            todo.extend(zip(record, loaded, strict=True))
+            todo.extend(pair for pair in zip(record, loaded, strict=True) if isinstance(pair[0], _FOLLOWED))
         seen.add(id(record))
         if attributes := getattr(record, "__dict__", None):
             todo.append((attributes, loaded.__dict__))

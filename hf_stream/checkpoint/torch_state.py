@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from hf_stream.errors import CheckpointError, FormatError
-from hf_stream.formats.nested_paths import path_of
+from hf_stream.formats.nested_paths import Way, keys_of, path_of
 from hf_stream.formats.torch_pickle import Refused, TensorRecord
 from hf_stream.lazy import LazyTensor
 
@@ -14,6 +14,8 @@ Key = str | Sequence[object]
 
 _LISTED: Final = 8
 _MAX_DEPTH: Final = 500  # what is deeper cannot be followed
+_SHOWN: Final = 200
+_CONTAINERS: Final = (dict, list, tuple)
 _TENSORS: Final = (TensorRecord, Refused, LazyTensor)
 
 
@@ -43,7 +45,7 @@ def named_tensors(state: Any, key: Key | None, name: str) -> dict[str, Any]:
             dicts = list(_dicts_of_tensors(state, name))
             raise CheckpointError(f"'{name}' has nothing at the key {key!r}; tensors are at {_listed(dicts) or 'none'}")
     tensors = _direct(found)
-    if not tensors and _items(found) != []:
+    if not tensors and not (isinstance(found, _CONTAINERS) and not found):
         where = f"'{name}'" if key is None else f"'{name}' at the key {key!r}"
         dicts = list(_dicts_of_tensors(state, name))
         raise CheckpointError(f"{where} is no dict of tensors; these are at {_listed(dicts) or 'no key at all'}")
@@ -56,39 +58,40 @@ def named_tensors(state: Any, key: Key | None, name: str) -> dict[str, Any]:
 _NOTHING: Final = object()
 
 
-def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a container; None for all else."""
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Keys and values of a container; nothing of all else."""
     if isinstance(value, dict):
-        return list(value.items())
-    return list(enumerate(value)) if isinstance(value, list | tuple) else None
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
 def _direct(value: Any) -> list[tuple[Any, Any]]:
     """The tensors in a container, with their keys; a tensor by itself has none."""
     if isinstance(value, _TENSORS):
         return [(None, value)]
-    return [(at, item) for at, item in _items(value) or () if isinstance(item, _TENSORS)]
+    return [(at, item) for at, item in _items(value) if isinstance(item, _TENSORS)]
 
 
-def _dicts_of_tensors(state: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _dicts_of_tensors(state: Any, name: str) -> Iterator[tuple[Way | None, Any]]:
     """Every container with tensors in it, and how `_at` finds it."""
-    todo: list[tuple[tuple[str, ...], Any]] = [((), state)]
+    todo: list[tuple[Way | None, int, Any]] = [(None, 0, state)]
     seen = set()
     while todo:
-        keys, value = todo.pop()
-        items = _items(value)
-        if id(value) in seen or items is None:
+        way, depth, value = todo.pop()
+        if id(value) in seen or not isinstance(value, _CONTAINERS):
             continue
         seen.add(id(value))
-        if len(keys) > _MAX_DEPTH:
+        if depth > _MAX_DEPTH:
             raise FormatError(f"'{name}' nests deeper than {_MAX_DEPTH} levels; load it with torch and make it flatter")
-        if _direct(value):
-            yield "/".join(keys), value
-        todo.extend(((*keys, str(at)), item) for at, item in reversed(items))
+        if any(isinstance(item, _TENSORS) for _, item in _items(value)):
+            yield way, value
+        inner = [(Way(way, at), depth + 1, item) for at, item in _items(value) if isinstance(item, _CONTAINERS)]
+        todo.extend(reversed(inner))
 
 
-def _listed(dicts: Sequence[tuple[str, Any]]) -> str:
-    named = [f"'{path}' ({len(_direct(value))} tensors)" for path, value in dicts[:_LISTED]]
+def _listed(dicts: Sequence[tuple[Way | None, Any]]) -> str:
+    paths = [("/".join(map(str, keys_of(way))), value) for way, value in dicts[:_LISTED]]
+    named = [f"'{path:.{_SHOWN}}' ({len(_direct(value))} tensors)" for path, value in paths]
     more = [f"{len(dicts) - _LISTED} more"] if len(dicts) > _LISTED else []
     return ", ".join(named + more)
 
@@ -103,11 +106,11 @@ def _at(state: Any, key: Key) -> Any:
 
 def _follow(state: Any, keys: Sequence[object]) -> Any:
     for key in keys:
-        items = _items(state) or ()
         # A key that is a number may be given as one, or as text.
-        state = next((item for at, item in items if type(at) is type(key) and at == key), _NOTHING)
-        if state is _NOTHING:
-            state = next((item for at, item in items if type(at) is not str and str(at) == key), _NOTHING)
-        if state is _NOTHING:
+        found = next((item for at, item in _items(state) if type(at) is type(key) and at == key), _NOTHING)
+        if found is _NOTHING:
+            found = next((item for at, item in _items(state) if type(at) is not str and str(at) == key), _NOTHING)
+        if found is _NOTHING:
             return _NOTHING
+        state = found
     return state

@@ -94,6 +94,7 @@ class TorchStateFile:
                 raise FormatError(
                     f"'{self.storage.name}': '{name}' is {record.what}; load it with torch, and save plain tensors"
                 )
+            self._file.check_taken((name,), record)
             self._records[name] = record
         self.names = self._records.keys()
 

@@ -29,6 +29,8 @@ class CheckpointWriter:
         specs: Name -> anything with `shape` and `dtype` (a real, lazy or meta tensor).
         max_shard_size: Bytes, or a string such as "5GB".
         metadata: Text entries for the files' headers.
+        durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
+            the environment has HF_STREAM_DURABLE=0.
 
     Raises:
         FormatError: The format cannot hold a name, a type or a shape.
@@ -47,12 +49,13 @@ class CheckpointWriter:
         *,
         max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
         metadata: Mapping[str, str] | None = None,
+        durable: bool | None = None,
     ) -> None:
         self._files = CheckpointFiles.plan(specs, max_shard_size=max_shard_size, metadata=metadata)
         self._lock = threading.Lock()
         self._writing = 0
         self._open = True
-        self._staging = Staging(directory)
+        self._staging = Staging(directory, durable=durable)
         try:
             self._regions = reserve(self._staging, self._files)
         except BaseException:

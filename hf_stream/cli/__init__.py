@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 import hf_stream
+from hf_stream.cli.clean import clean
 from hf_stream.cli.convert import convert
 from hf_stream.cli.inspect import inspect
 from hf_stream.cli.layouts import layouts
@@ -30,5 +31,5 @@ def main() -> None:
     """
 
 
-for _command in (inspect, plan, convert, verify, layouts):
+for _command in (inspect, plan, convert, verify, layouts, clean):
     main.add_command(_command)

@@ -33,12 +33,22 @@ from hf_stream.cli.text import count, size
 @layout_options
 @output_options
 @nested_options
-@click.option("--verify", is_flag=True, help="Read both sides again and compare every bit before DST appears.")
+@click.option(
+    "--verify",
+    is_flag=True,
+    help="Read both sides again, the new files from the disk, and compare every bit before DST appears.",
+)
 @click.option(
     "--resume/--no-resume",
     default=True,
     show_default=True,
     help="Keep the files that an interrupted run of the same conversion finished.",
+)
+@click.option(
+    "--durable/--no-durable",
+    default=None,
+    help="Wait until everything is on the disk, so that it outlives a loss of power.  [default: durable, unless "
+    "HF_STREAM_DURABLE=0]",
 )
 @quiet_option
 def convert(
@@ -54,6 +64,7 @@ def convert(
     skip_unreadable: bool,
     verify: bool,
     resume: bool,
+    durable: bool | None,
     quiet: bool,
 ) -> None:
     """Convert SRC without loading it, and print DST.
@@ -90,7 +101,12 @@ def convert(
         )
     try:
         written = run_conversion(
-            conversion, destination, resume=resume, verify=verify, progress=False if quiet else None
+            conversion,
+            destination,
+            resume=resume,
+            verify=verify,
+            durable=durable,
+            progress=False if quiet else None,
         )
     except KeyboardInterrupt:
         hint = "the same command goes on where it stopped" if resume else "nothing is left behind"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ import torch
 from hf_stream import layouts
 from hf_stream.checkpoint import AnyLayout, apply_layout
 from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of
-from hf_stream.errors import CheckpointError, HfStreamError, LayoutError
+from hf_stream.errors import HfStreamError, LayoutError
+from hf_stream.formats.regular_files import read_json_object
 from hf_stream.layouts.registry import takes_path
 
 Tensors = Mapping[str, torch.Tensor]
@@ -76,13 +76,7 @@ def _config_beside(source: Path) -> dict[str, object] | None:
     path = next((directory / name for name in _CONFIGS if (directory / name).exists()), None)
     if path is None:
         return None
-    try:
-        config = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"'{path}' is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"'{path}' must hold a JSON object, got {type(config).__name__}")
-    return config
+    return read_json_object(path)
 
 
 def _is_file(spec: str) -> bool:

@@ -81,8 +81,7 @@ class _Crew:
             # After a KeyboardInterrupt, or where no thread can be started, too: memory must not be written to once
             # the caller has it back.
             self._stop()
-            for helper in helpers:
-                helper.join()
+            _join(helpers)
         if self._error is not None:
             raise self._error
 
@@ -102,20 +101,36 @@ class _Crew:
             except Exception as error:  # noqa: BLE001 - reported by the calling thread
                 self._fail(_explain(move, error))
                 return
+            except BaseException as error:  # noqa: BLE001 - likewise: nothing may go on as if it were done
+                self._fail(error)
+                return
             if self._bar is not None:
                 try:
                     with self._lock:
                         self._bar.update(move.nbytes)
-                except Exception as error:  # noqa: BLE001 - reported by the calling thread
+                except BaseException as error:  # noqa: BLE001 - likewise
                     self._fail(error)
                     return
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Keep the first error and let nothing more start."""
         with self._lock:
             self._moves = iter(())
             if self._error is None:
                 self._error = error
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    """Wait for threads that are about to stop, also if that is interrupted; the interrupt comes afterwards."""
+    interrupt: BaseException | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _explain(move: Move, error: Exception) -> CopyError:

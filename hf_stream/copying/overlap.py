@@ -81,15 +81,15 @@ class Extent:
 _T = TypeVar("_T", Touch, Extent)
 
 
-def find_conflict(touches: Sequence[Touch]) -> tuple[int, int] | None:
+def find_conflict(touches: Sequence[Touch], *, strict: bool = False) -> tuple[int, int] | None:
     """Owners of two touches of one storage that share a byte which at least one of them writes.
 
     No region that is written may repeat a byte itself. Exact for everything that slicing, joining and reordering
     tensors makes; where telling would take too long, a read and a write whose spans overlap count as a conflict, two
-    writes do not.
+    writes do not, or, if `strict`, do as well.
     """
     for cluster in _clusters(touches):
-        found = _conflict_within([Extent.of(touch) for touch in cluster])
+        found = _conflict_within([Extent.of(touch) for touch in cluster], strict)
         if found is not None:
             return found
     return None
@@ -110,7 +110,7 @@ def _clusters(extents: Sequence[_T]) -> Iterator[list[_T]]:
         yield cluster
 
 
-def _conflict_within(cluster: list[Extent]) -> tuple[int, int] | None:
+def _conflict_within(cluster: list[Extent], strict: bool) -> tuple[int, int] | None:
     # Each entry is a cluster still to be decided; a stack, as fragmented plans would recurse too deep.
     pending = [cluster]
     pieces = 0
@@ -129,7 +129,7 @@ def _conflict_within(cluster: list[Extent]) -> tuple[int, int] | None:
             widest = max(member.steps[0][1] for member in members if member.steps)
             pieces += sum(member.steps[0][0] for member in members if member.steps and member.steps[0][1] == widest)
             if pieces > _MAX_PIECES:
-                other = next((member for member in members if member.writes != first.writes), None)
+                other = next((member for member in members[1:] if strict or member.writes != first.writes), None)
                 return None if other is None else (first.owner, other.owner)
             rows = []
             for member in members:

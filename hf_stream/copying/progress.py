@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -20,14 +21,23 @@ class Progress(Protocol):
 @contextmanager
 def progress_bar(progress: bool | Progress | None, total: int, desc: str) -> Iterator[Progress | None]:
     """What to tell about progress, as `execute` documents it; a bar made here is closed at the end."""
-    if progress is False:
+    # A bar takes a lock that forked processes share, though it is not to be shown: one of them that was killed at the
+    # wrong moment would stop the others. So none is made then.
+    if progress is False or (progress is None and not _is_terminal()):
         yield None
     elif progress is None or progress is True:
         from tqdm import tqdm
 
-        only_terminal = None if progress is None else False
         delay = _SECONDS_BEFORE_BAR if progress is None else 0.0
-        with tqdm(total=total, desc=desc, unit="B", unit_scale=True, disable=only_terminal, delay=delay) as bar:
+        with tqdm(total=total, desc=desc, unit="B", unit_scale=True, delay=delay) as bar:
             yield bar
     else:
         yield progress
+
+
+def _is_terminal() -> bool:
+    """Whether stderr, where bars go, is one; it may be closed, or missing in a program without a console."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False

@@ -11,6 +11,7 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
 from hf_stream.errors import FormatError
+from hf_stream.formats.regular_files import read_small
 
 _DAMAGED: Final = "The index is damaged: get it again or save the checkpoint anew."
 
@@ -35,11 +36,11 @@ def read_index(path: str | os.PathLike[str]) -> WeightIndex:
 
     Raises:
         FormatError: The file is no index, names a tensor twice, or names a file outside its directory.
+        CheckpointError: It has more than 100 MB, or is no regular file.
         OSError: It cannot be read.
     """
     name = os.fspath(path)
-    with open(path, "rb") as file:
-        data = file.read()
+    data = read_small(path)
     try:
         index = json.loads(data.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

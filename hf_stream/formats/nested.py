@@ -22,12 +22,17 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn, TypeAlias
 
 from hf_stream.errors import FormatError
+from hf_stream.formats.key_table import check_collisions
 from hf_stream.formats.nested_paths import Keys, path_of
 from hf_stream.formats.nested_scalars import PARSERS, Json, is_key, is_plain, is_unicode, key_node, plain_node, shown
 from hf_stream.formats.strict_json import Pairs
 
 # Far below what the interpreter and its JSON parser can follow, in a caller's deep stack as well.
 MAX_DEPTH: Final = 100
+# What is in several places is written in each of them. Ordinary states share a few small values.
+_MAX_COPIED: Final = 4 << 20
+_ITEM: Final = 64
+_SHORT: Final = 64
 
 EncodeOther: TypeAlias = Callable[[object, Keys], dict[str, Json] | None]
 DecodeOther: TypeAlias = Callable[[str, Json, Keys], object]
@@ -99,9 +104,12 @@ class _Encoder:
         self._other = other
         self._keys: list[object] = []
         self._open: set[int] = set()  # containers around the value at hand
+        self._met: set[int] = set()  # containers and long values; the state keeps them where they are
+        self._copied = 0
 
     def node(self, value: object) -> Json:
         if is_plain(value):
+            self._count_long(value)
             return plain_node(value)
         kind = type(value)
         if kind in (list, tuple) or kind in _DICT_TAGS:
@@ -116,6 +124,7 @@ class _Encoder:
             raise FormatError(f"'{path_of(self._keys)}' holds itself. Break the cycle.")
         if len(self._open) == MAX_DEPTH:
             raise FormatError(f"'{path_of(self._keys)}' nests deeper than {MAX_DEPTH} levels. Make the state flatter.")
+        self._count(value, _ITEM * (1 + len(value)))
         self._open.add(id(value))
         tag = _DICT_TAGS.get(type(value))
         node: Json
@@ -128,6 +137,8 @@ class _Encoder:
         return node
 
     def _items(self, value: dict[object, object]) -> Json:
+        for key in value:
+            self._count_long(key)
         if all(type(key) is str and is_unicode(key) for key in value):
             return {key: self._at(key, item) for key, item in value.items()}
         for key in value:
@@ -137,6 +148,25 @@ class _Encoder:
                     "bytes, numbers but NaN, None, and tuples of these. Use such a key."
                 )
         return [[key_node(key), self._at(key, item)] for key, item in value.items()]
+
+    def _count_long(self, value: object) -> None:
+        """Count text, bytes or a number that is not short."""
+        if (type(value) is str or type(value) is bytes) and len(value) > _SHORT:
+            self._count(value, len(value))
+        elif type(value) is int and value.bit_length() > 8 * _SHORT:
+            self._count(value, value.bit_length() // 4)
+
+    def _count(self, value: object, nbytes: int) -> None:
+        """Count what is written once more for each place that it is in."""
+        if id(value) not in self._met:
+            self._met.add(id(value))
+            return
+        self._copied += nbytes
+        if self._copied > _MAX_COPIED:
+            raise FormatError(
+                f"'{path_of(self._keys)}' and others before it stand in several places, and would be written more than "
+                f"{_MAX_COPIED} bytes of copies. Put what is shared into one place."
+            )
 
     def _at(self, key: object, value: object) -> Json:
         self._keys.append(key)
@@ -191,6 +221,10 @@ class _Decoder:
             pairs = [(self._key(key), node) for key, node in content]
         else:
             raise malformed(self._keys, f"a {kind.__name__} that is neither an object nor a list of pairs")
+        try:
+            check_collisions(key for key, _ in pairs)
+        except FormatError as error:
+            raise malformed(self._keys, str(error)) from None
         found = kind()
         for key, node in pairs:
             if key in found:

@@ -5,16 +5,64 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
+from hf_stream.errors import FormatError
 from hf_stream.formats.nested_scalars import fits_64_bits, is_key, key_node
 
 Keys: TypeAlias = Sequence[object]
+
+# Characters of all paths of a state: so many, and so many more for each tensor.
+_MAX_PATHS: Final = 16 << 20
+_PER_TENSOR: Final = 256
 
 _ROOT: Final = "value"
 _BARE: Final = re.compile(r"[\w.+:@-]+")
 # What other keys than text look like, and the names that files keep for themselves.
 _NOT_BARE: Final = frozenset({"None", "True", "False", "__metadata__", "__structure__"})
+
+
+class Way(NamedTuple):
+    """A place in a nesting, to be kept while it is walked: a tuple of keys for each place would take far more."""
+
+    above: Way | None
+    key: object
+
+
+def keys_of(way: Way | None) -> tuple[object, ...]:
+    """The keys that lead to a place, from the root, which is None."""
+    keys = []
+    while way is not None:
+        keys.append(way.key)
+        way = way.above
+    return tuple(reversed(keys))
+
+
+class PathNames:
+    """Names the places of the tensors of one state by their paths.
+
+    A few long keys, one in the other, make every path long: there is a limit for all of them together.
+    """
+
+    def __init__(self) -> None:
+        self._left = _MAX_PATHS
+
+    def __call__(self, keys: Keys) -> str:
+        """The path.
+
+        Raises:
+            FormatError: All paths so far are too long.
+        """
+        self._left += _PER_TENSOR
+        length = sum(len(key) for key in keys if isinstance(key, str | bytes))
+        path = path_of(keys) if length < self._left else None
+        self._left -= length if path is None else len(path)
+        if path is None or self._left < 0:
+            raise FormatError(
+                f"the paths of the tensors are longer than {_MAX_PATHS} characters in all and {_PER_TENSOR} for each, "
+                "as their keys are long and lie in each other. Use shorter keys."
+            )
+        return path
 
 
 def path_of(keys: Keys) -> str:

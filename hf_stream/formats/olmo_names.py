@@ -14,6 +14,7 @@ from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from hf_stream.errors import FormatError
+from hf_stream.formats.budget import Budget
 from hf_stream.formats.nested import MAX_DEPTH
 from hf_stream.formats.nested_scalars import shown
 from hf_stream.formats.plain_pickle import check_plain_key, read_plain
@@ -39,8 +40,12 @@ def are_olmo_names(names: Collection[str]) -> bool:
     return bool(names) and all(_decoded(name) is not None for name in names)
 
 
-def parse_olmo_name(name: str) -> OlmoName:
+def parse_olmo_name(name: str, budget: Budget | None = None) -> OlmoName:
     """Decode a name.
+
+    Args:
+        name: The name.
+        budget: What is left for all names of the file; by default, what this name alone has.
 
     Raises:
         FormatError: It tells something else than keys and a mark, or something that is not plain.
@@ -49,7 +54,7 @@ def parse_olmo_name(name: str) -> OlmoName:
     if data is None:
         raise FormatError(f"{shown(name)} is no pickle in base64")
     try:
-        content = read_plain(data)
+        content = read_plain(data, budget)
         if type(content) is not tuple or [type(part) for part in content] != [tuple, bool]:
             raise FormatError("it is no pair of keys and a mark")
         keys, pickled = content

@@ -1,7 +1,7 @@
 """A pickle read as data: containers and plain values, and calls of the few functions that the reader was given.
 
 The opcodes are those that `torch.load(weights_only=True)` knows, no others. A name in the pickle is a key of a table:
-nothing is imported and no attribute is looked up. What is built is never larger than a small multiple of the pickle.
+nothing is imported and no attribute is looked up. What is built is counted before it is made.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-import torch
-
 from hf_stream.errors import FormatError
+from hf_stream.formats.budget import Budget
+from hf_stream.formats.key_table import PLAIN_KEYS, KeyTable, check_key
 
 _INT: Final = struct.Struct("<i")
 _LENGTH: Final = struct.Struct("<I")
@@ -25,17 +25,15 @@ _FLOAT: Final = struct.Struct(">d")
 
 _NEWEST_PROTOCOL: Final = 3  # later ones use opcodes that torch's reader does not know
 _MAX_NAME: Final = 1000
-# A key is hashed by C code that follows it all the way down: nested deeply it would end the process.
-_MAX_KEY_NESTING: Final = 16
-_MAX_KEY_PARTS: Final = 100
-# Larger ones are no keys of anything, and can be made to have one hash, which makes a dict slow.
-_KEY_NUMBERS: Final = range(-(2**63), 2**63)
-_PLAIN_KEYS: Final = frozenset({str, int, float, bool, bytes, type(None), torch.dtype, torch.device})
 _DICTS: Final = (dict, OrderedDict, Counter)
 _SIZED: Final = frozenset({*_DICTS, list, tuple, set, str, bytes, bytearray})
-# What is there once may be copied by many calls, but not without end: so many items for each byte of the pickle.
-_MAX_COPIES: Final = 4
-_SMALL: Final = 1 << 16
+_MAX_MARKS: Final = 100_000
+# Bytes of memory, with what is made of it later: a container, an item of a dict, what a call gives.
+_CONTAINER: Final = 160
+_DICT_ITEM: Final = 96
+CALL: Final = 256
+_COPIED: Final = 16
+_NOTHING: Final = object()
 _OLD_MODULES: Final = {"__builtin__": "builtins", "torch.tensor": "torch._tensor"}
 
 
@@ -43,11 +41,12 @@ _OLD_MODULES: Final = {"__builtin__": "builtins", "torch.tensor": "torch._tensor
 class Function:
     """What a pickle may call: its name, and what is done instead.
 
-    `call` raises `FormatError` for arguments it does not take.
+    `call` raises `FormatError` for arguments it does not take. `nbytes` is the memory that goes with its result.
     """
 
     name: str
     call: Callable[..., Any]
+    nbytes: int = CALL
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +69,12 @@ class InertClass:
 
 
 def read_pickle(
-    data: bytes | mmap.mmap, find: FindName, persistent_load: Callable[[Any], Any], name: str, start: int = 0
+    data: bytes | mmap.mmap,
+    find: FindName,
+    persistent_load: Callable[[Any], Any],
+    name: str,
+    budget: Budget,
+    start: int = 0,
 ) -> tuple[Any, int]:
     """Read one pickle.
 
@@ -79,6 +83,7 @@ def read_pickle(
         find: What a name stands for.
         persistent_load: What a persistent id stands for; raises `FormatError` for one that is wrong.
         name: What errors call the pickle.
+        budget: What is left for the file that the pickle is in.
         start: In bytes.
 
     Returns:
@@ -86,9 +91,9 @@ def read_pickle(
 
     Raises:
         FormatError: It is damaged, uses opcodes or names that are not allowed, or calls a function with arguments that
-            it does not take.
+            it does not take; or what it builds would be much larger than the file.
     """
-    machine = _Machine(data, find, persistent_load, start)
+    machine = _Machine(data, find, persistent_load, budget, start)
     fact = "the pickle is damaged"
     try:
         return machine.run(), machine.at
@@ -103,7 +108,12 @@ class _Machine:
     """The stack machine that a pickle is a program for."""
 
     def __init__(
-        self, data: bytes | mmap.mmap, find: FindName, persistent_load: Callable[[Any], Any], start: int
+        self,
+        data: bytes | mmap.mmap,
+        find: FindName,
+        persistent_load: Callable[[Any], Any],
+        budget: Budget,
+        start: int,
     ) -> None:
         self.at = start
         self._data = data
@@ -111,8 +121,9 @@ class _Machine:
         self._persistent_load = persistent_load
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
-        self._copies_left = _SMALL + _MAX_COPIES * (len(data) - start)
+        self._memo: list[Any] = []
+        self._tables: dict[int, KeyTable] = {}  # of dicts that have other keys than text, by their ids
+        self._spend = budget.spend
 
     def run(self) -> Any:
         data, steps = self._data, _STEPS
@@ -170,11 +181,14 @@ class _Machine:
             )
 
     def _persistent(self) -> None:
+        self._spend(_CONTAINER)
         self._stack[-1] = self._persistent_load(self._stack[-1])
 
     def _mark(self) -> None:
         self._marks.append(self._stack)
         self._stack = []
+        if len(self._marks) > _MAX_MARKS:
+            raise FormatError(f"more than {_MAX_MARKS} containers are open at once")
 
     def _none(self) -> None:
         self._stack.append(None)
@@ -210,27 +224,35 @@ class _Machine:
         self._stack.append(())
 
     def _empty_list(self) -> None:
-        self._stack.append([])
+        self._new_container([])
 
     def _empty_dict(self) -> None:
-        self._stack.append({})
+        self._new_container({})
 
     def _empty_set(self) -> None:
-        self._stack.append(set())
+        self._new_container(set())
+
+    def _new_container(self, container: Any) -> None:
+        self._spend(_CONTAINER)
+        self._stack.append(container)
 
     def _tuple(self) -> None:
+        self._spend(_CONTAINER)
         items = self._pop_mark()
         self._stack.append(tuple(items))
 
     def _tuple1(self) -> None:
+        self._spend(_CONTAINER)
         self._stack[-1] = (self._stack[-1],)
 
     def _tuple2(self) -> None:
+        self._spend(_CONTAINER)
         stack = self._stack
         last = stack.pop()
         stack[-1] = (stack[-1], last)
 
     def _tuple3(self) -> None:
+        self._spend(_CONTAINER)
         stack = self._stack
         last, middle = stack.pop(), stack.pop()
         stack[-1] = (stack[-1], middle, last)
@@ -257,21 +279,46 @@ class _Machine:
         target = self._stack[-1]
         if type(target) not in _DICTS:
             self._refuse("set items of", target)
+        self._spend(_DICT_ITEM * (len(items) // 2))
+        table = self._tables.get(id(target))
         for key, value in zip(items[::2], items[1::2], strict=True):
-            check_key(key)
+            if type(key) is not str:
+                check_key(key)
+                if table is None:
+                    table = self._tables[id(target)] = KeyTable(target)
+            if table is not None:
+                table.add(key)
             target[key] = value
 
     def _get(self) -> None:
-        self._stack.append(self._memo[self._byte()])
+        self._remember(self._byte())
 
     def _long_get(self) -> None:
-        self._stack.append(self._memo[self._unpack(_LENGTH)])
+        self._remember(self._unpack(_LENGTH))
 
     def _put(self) -> None:
-        self._memo[self._byte()] = self._stack[-1]
+        self._memoize(self._byte())
 
     def _long_put(self) -> None:
-        self._memo[self._unpack(_LENGTH)] = self._stack[-1]
+        self._memoize(self._unpack(_LENGTH))
+
+    def _remember(self, number: int) -> None:
+        value = self._memo[number]
+        if value is _NOTHING:
+            raise FormatError(f"place {number} of the memo is empty")
+        self._stack.append(value)
+
+    def _memoize(self, number: int) -> None:
+        memo = self._memo
+        if number < len(memo):
+            memo[number] = self._stack[-1]
+            return
+        # Writers number the places one after another. A list, as the keys of a dict could be made to collide.
+        if number > self.at:
+            raise FormatError(f"place {number} of the memo, at byte {self.at}")
+        if number > len(memo):
+            memo.extend([_NOTHING] * (number - len(memo)))
+        memo.append(self._stack[-1])
 
     def _global(self) -> None:
         module, name = self._line(), self._line()
@@ -287,6 +334,7 @@ class _Machine:
         arguments, function = self._stack.pop(), self._stack[-1]
         if type(function) is not Function or type(arguments) is not tuple:
             self._refuse("call", function)
+        self._spend(function.nbytes)
         self._copy([arguments])
         self._copy(arguments)
         self._copy(part for argument in arguments if type(argument) is tuple for part in argument)
@@ -296,6 +344,7 @@ class _Machine:
         arguments, kind = self._stack.pop(), self._stack[-1]
         if type(kind) is not InertClass or arguments != ():
             self._refuse("make an object of", kind)
+        self._spend(CALL)
         self._stack[-1] = Inert(kind.name)
 
     def _build(self) -> None:
@@ -314,9 +363,7 @@ class _Machine:
 
     def _copy(self, values: Iterable[Any]) -> None:
         """Count what a call may copy, before it does."""
-        self._copies_left -= sum(len(value) for value in values if type(value) in _SIZED)
-        if self._copies_left < 0:
-            raise FormatError("the pickle copies its values so often that they would grow without measure")
+        self._spend(_COPIED * sum(len(value) for value in values if type(value) in _SIZED))
 
     def _refuse(self, what: str, value: Any) -> NoReturn:
         shown = value.name if isinstance(value, Function | InertClass) else f"a {type(value).__name__}"
@@ -325,23 +372,7 @@ class _Machine:
 
 def brief(value: Any) -> str:
     """A value in a few words, whatever it is: a container could be larger in words than it is in memory."""
-    return f"{value!r:.100}" if type(value) in _PLAIN_KEYS else f"a {type(value).__name__}"
-
-
-def check_key(key: Any) -> None:
-    """Refuse a key of a dict, or an element of a set, that is more than a plain value or a small tuple of these.
-
-    Raises:
-        FormatError: It is.
-    """
-    todo, parts = [(key, 0)], 0
-    while todo:
-        item, depth = todo.pop()
-        parts += 1
-        if type(item) in (tuple, torch.Size) and depth < _MAX_KEY_NESTING and parts + len(item) < _MAX_KEY_PARTS:
-            todo.extend((part, depth + 1) for part in item)
-        elif type(item) not in _PLAIN_KEYS or (type(item) is int and item not in _KEY_NUMBERS):
-            raise FormatError(f"a {type(item).__name__} is no key, or part of one, in a file of tensors")
+    return f"{value!r:.100}" if type(value) in PLAIN_KEYS else f"a {type(value).__name__}"
 
 
 _STOP: Final = pickle.STOP[0]

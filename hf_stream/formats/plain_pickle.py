@@ -13,16 +13,18 @@ from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from hf_stream.errors import FormatError
+from hf_stream.formats.budget import Budget
+from hf_stream.formats.key_table import KeyTable
 from hf_stream.formats.nested import MAX_DEPTH
 from hf_stream.formats.nested_scalars import is_key
 
-_MAX_CONTAINERS: Final = 1_000_000
-# A value may be shared, and so be larger when it is written out than it is here. But not without end.
-_MAX_GROWTH: Final = 16
-_SMALL: Final = 1 << 20
+# Bytes of memory.
+_CONTAINER: Final = 160
+_DICT_ITEM: Final = 96
+_MAX_MARKS: Final = 100_000
 _MAX_LINE: Final = 10_000
 _MAX_KEY_SIZE: Final = 100
-# Larger ones are no keys of anything, and can be made to have one hash, which makes a dict slow.
+# Larger ones are no keys of anything.
 _KEY_NUMBERS: Final = range(-(2**63), 2**63)
 _NO_NUMBER: Final = "the pickle is damaged: no number where one must be"
 _PROTOCOLS: Final = range(6)
@@ -30,19 +32,23 @@ _DECIMAL: Final = re.compile(rb"0|-?[1-9][0-9]*")
 _DECIMAL_POINT: Final = re.compile(rb"[-+.0-9e]+|-?inf|-?nan")
 
 
-def read_plain(data: bytes) -> Any:
+def read_plain(data: bytes, budget: Budget | None = None) -> Any:
     """The value that a pickle of plain values tells.
 
     Args:
         data: The pickle, of protocol 0 to 5, and nothing after it.
+        budget: What is left for the file that the pickle is in; by default, what a file of the pickle alone has.
 
     Raises:
-        FormatError: It is damaged, holds anything else, holds itself, nests too deep, or would grow without measure.
+        FormatError: It is damaged, holds anything else, holds itself, nests too deep, or is much larger than the file.
     """
-    machine = _Machine(data)
+    budget = budget or Budget(len(data))
+    machine = _Machine(data, budget)
     try:
         value = machine.run()
-        _check_size(value, max(_SMALL, _MAX_GROWTH * len(data)))
+        # A value may be shared, and so be larger when it is written out than it is here.
+        size, _ = _written_out(value, {}, 0)
+        budget.spend(size)
     except FormatError:
         raise
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError, struct.error):
@@ -57,13 +63,15 @@ class _Machine:
         at: The next byte.
     """
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, budget: Budget) -> None:
         self.at = 0
         self._data = data
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
-        self._containers = 0
+        self._memo: list[Any] = []
+        self._memoized = 0  # places of the memo that are taken
+        self._tables: dict[int, KeyTable] = {}  # of dicts that have other keys than text, by their ids
+        self._spend = budget.spend
         self._frame_stop: int | None = None
 
     def run(self) -> Any:
@@ -130,9 +138,7 @@ class _Machine:
         return items
 
     def new(self, container: Any) -> None:
-        self._containers += 1
-        if self._containers > _MAX_CONTAINERS:
-            raise FormatError(f"the pickle holds more than {_MAX_CONTAINERS} lists, tuples and dicts")
+        self._spend(_CONTAINER)
         self._stack.append(container)
 
     # What opcodes do, in the order of pickle's documentation.
@@ -155,6 +161,8 @@ class _Machine:
     def mark(self) -> None:
         self._marks.append(self._stack)
         self._stack = []
+        if len(self._marks) > _MAX_MARKS:
+            raise FormatError(f"more than {_MAX_MARKS} containers are open at once")
 
     def pop(self) -> None:
         if self._stack:
@@ -207,8 +215,15 @@ class _Machine:
         target = self._stack[-1]
         if type(target) is not dict:
             raise FormatError("the pickle is damaged: it sets items of what is no dict")
+        self._spend(_DICT_ITEM * (len(items) // 2))
+        table = self._tables.get(id(target))
         for key, value in zip(items[::2], items[1::2], strict=True):
-            check_plain_key(key)
+            if type(key) is not str:
+                check_plain_key(key)
+                if table is None:
+                    table = self._tables[id(target)] = KeyTable(target)
+            if table is not None:
+                table.add(key)
             target[key] = value
 
     def make_dict(self) -> None:
@@ -224,13 +239,23 @@ class _Machine:
         self.new(tuple(items))
 
     def get(self, index: int) -> None:
-        self._stack.append(self._memo[index])
+        value = self._memo[index]
+        if value is _NOTHING:
+            raise FormatError(f"the pickle is damaged: place {index} of its memo is empty")
+        self._stack.append(value)
 
     def put(self, index: int) -> None:
-        self._memo[index] = self._stack[-1]
+        # Writers number the places one after another. A list, as the keys of a dict could be made to collide.
+        if index > self.at:
+            raise FormatError(f"the pickle is damaged: it uses place {index} of its memo at byte {self.at}")
+        memo = self._memo
+        if index >= len(memo):
+            memo.extend([_NOTHING] * (index + 1 - len(memo)))
+        self._memoized += memo[index] is _NOTHING
+        memo[index] = self._stack[-1]
 
     def memoize(self) -> None:
-        self.put(len(self._memo))
+        self.put(self._memoized)
 
     def push(self, value: Any) -> None:
         self._stack.append(value)
@@ -262,15 +287,12 @@ def _decimal(line: bytes) -> int:
     return int(line)
 
 
-def _check_size(value: Any, limit: int) -> None:
-    """Refuse a value that holds itself, is too deep, or, written out, larger than `limit` bytes or so."""
-    size, _ = _written_out(value, {}, 0)
-    if size > limit:
-        raise FormatError(f"the value is larger than {limit} bytes when what is shared in it is written out")
-
-
 def _written_out(value: Any, known: dict[int, tuple[int, int] | None], depth: int) -> tuple[int, int]:
-    """The value's size in bytes or so, and how many levels it has."""
+    """The value's size in bytes or so when it is written out, and how many levels it has.
+
+    Raises:
+        FormatError: It holds itself, or nests too deep.
+    """
     kind = type(value)
     if kind is str or kind is bytes:
         return 1 + len(value), 0
@@ -294,6 +316,7 @@ def _written_out(value: Any, known: dict[int, tuple[int, int] | None], depth: in
 
 
 _NOT_KNOWN: Final = (0, 1)
+_NOTHING: Final = object()
 
 _UINT1: Final = struct.Struct("<B")
 _UINT2: Final = struct.Struct("<H")

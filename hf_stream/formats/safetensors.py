@@ -24,6 +24,7 @@ from hf_stream.formats import strict_json
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.dtypes import NAMES, RANK, TORCH_DTYPES
 from hf_stream.formats.entries import MAX_NESTING, METADATA, parse_entries, tensor_nbytes
+from hf_stream.formats.regular_files import open_regular
 from hf_stream.formats.strict_json import Pairs
 
 MAX_HEADER_NBYTES: Final = 100_000_000
@@ -98,10 +99,11 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
     Raises:
         FormatError: The safetensors library would refuse the file.
+        CheckpointError: It is no regular file.
         OSError: It cannot be read.
     """
     name = os.fspath(path)
-    with open(path, "rb", buffering=0) as file:
+    with open(open_regular(path), "rb", buffering=0) as file:
         file_size = os.fstat(file.fileno()).st_size
         prefix = _read(file, _LENGTH.size)
         prefix += _read(file, header_nbytes(prefix, file_size, name) - _LENGTH.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -11,6 +12,9 @@ from hf_stream.errors import FormatError
 SAFE_WEIGHTS: Final = "model.safetensors"
 SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 
+_WEIGHTS: Final = re.compile(
+    r".*(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|npz)|\.index(\.[^.]+)?\.json)", re.DOTALL
+)
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -33,6 +37,11 @@ class ShardSplit:
     def is_sharded(self) -> bool:
         """Whether there are several files, which need an index."""
         return len(self.filename_to_tensors) > 1
+
+
+def is_weight_file(file_name: str) -> bool:
+    """Whether a file holds weights, in any format, or is the index of such files, to judge by its name."""
+    return _WEIGHTS.fullmatch(file_name) is not None
 
 
 def add_variant(file_name: str, variant: str | None) -> str:

@@ -17,12 +17,16 @@ from typing import Any, Final, NoReturn
 import torch
 
 from hf_stream.errors import FormatError
-from hf_stream.formats.pickle_reader import Function, brief, check_key, read_pickle
+from hf_stream.formats.budget import Budget
+from hf_stream.formats.key_table import check_collisions, check_key
+from hf_stream.formats.pickle_reader import CALL, Function, brief, read_pickle
 
 # What a storage says of where it was, and what its bytes can be read to from. "meta" has none.
 _DEVICE: Final = re.compile(r"(cpu|cuda|mps|xpu|hpu|xla|mtia|npu)(:\d+)?")
 _MAX: Final = 2**63 - 1
 _MAX_DIMS: Final = 64
+# Of memory, for a tensor: its record, and the LazyTensor that is made of it.
+_TENSOR_NBYTES: Final = 1500
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +79,15 @@ class TorchPickle:
     """A reader of the pickles of one file, which share their storages.
 
     Args:
+        budget: What is left for the file.
         legacy: Whether the file is of the format that torch.save had before 1.6.
 
     Attributes:
         storages: Those that were named so far, by key.
     """
 
-    def __init__(self, legacy: bool = False) -> None:
+    def __init__(self, budget: Budget, legacy: bool = False) -> None:
+        self._budget = budget
         self.storages: dict[str, StorageRecord] = {}
         # The old format says also of which other storage this one is a part.
         self._nfields = 6 if legacy else 5
@@ -94,7 +100,7 @@ class TorchPickle:
         Raises:
             FormatError: The pickle is damaged, or holds more than tensors, containers and plain values.
         """
-        return read_pickle(data, find_name, self.storage, name, start)
+        return read_pickle(data, find_name, self.storage, name, self._budget, start)
 
     def storage(self, identity: Any) -> StorageRecord:
         """What a persistent id stands for; `FormatError` if it is not that of a storage."""
@@ -259,7 +265,9 @@ def _ordered_dict(kind: Callable[[], dict[Any, Any]]) -> Callable[..., Any]:
             if type(pair) not in (list, tuple) or len(pair) != 2:
                 raise FormatError("a dict made of something else than pairs")
             check_key(pair[0])
-            made[pair[0]] = pair[1]
+        check_collisions(key for key, _ in items)
+        for key, value in items:
+            made[key] = value
         return made
 
     return call
@@ -270,6 +278,7 @@ def _set(items: Any = ()) -> set[Any]:
         raise FormatError("a set made of something else than a list")
     for item in items:
         check_key(item)
+    check_collisions(items)
     return set(items)
 
 
@@ -391,12 +400,13 @@ _SCHEMES: Final = (
 )
 
 
-def _functions(module: str, **calls: Callable[..., Any]) -> dict[tuple[str, str], Any]:
-    return {(module, name): Function(f"{module}.{name}", call) for name, call in calls.items()}
+def _functions(module: str, nbytes: int = CALL, **calls: Callable[..., Any]) -> dict[tuple[str, str], Any]:
+    return {(module, name): Function(f"{module}.{name}", call, nbytes) for name, call in calls.items()}
 
 
 _REBUILD: Final = _functions(
     "torch._utils",
+    _TENSOR_NBYTES,
     _rebuild_tensor=_tensor_v1,
     _rebuild_tensor_v2=_tensor_v2,
     _rebuild_tensor_v3=_tensor_v3,
@@ -414,7 +424,7 @@ _TENSOR_FUNCTIONS: Final = frozenset(_REBUILD.values())
 
 _NAMES: Final[dict[tuple[str, str], Any]] = {
     **_REBUILD,
-    **_functions("torch._tensor", _rebuild_from_type_v2=_from_type),
+    **_functions("torch._tensor", _TENSOR_NBYTES, _rebuild_from_type_v2=_from_type),
     **_functions("collections", OrderedDict=_ordered_dict(OrderedDict), Counter=_ordered_dict(Counter)),
     **_functions("builtins", set=_set, bytearray=_bytearray, complex=_complex),
     **_functions("_codecs", encode=_bytes),

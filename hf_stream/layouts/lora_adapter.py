@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -15,6 +14,7 @@ import torch
 
 from hf_stream.checkpoint import open_checkpoint
 from hf_stream.errors import CheckpointError, LayoutError
+from hf_stream.formats.regular_files import read_json_object
 from hf_stream.lazy import LazyTensor
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -201,14 +201,9 @@ def _read_config(config: object) -> dict[str, Any]:
     if isinstance(config, str | os.PathLike):
         path = Path(config)
         try:
-            content = json.loads(path.read_bytes())
+            return read_json_object(path)
         except FileNotFoundError as error:
             raise CheckpointError(f"'{path}' does not exist; pass config=, which says how the adapter works") from error
-        except ValueError as error:
-            raise CheckpointError(f"'{path}' is not JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise CheckpointError(f"'{path}' must hold a JSON object, got {type(content).__name__}")
-        return content
     to_dict = getattr(config, "to_dict", None)
     if to_dict is None:
         raise LayoutError(f"config= must be a LoraConfig, its content or a path, got {type(config).__name__}")

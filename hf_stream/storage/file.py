@@ -1,20 +1,22 @@
-"""Bytes of a local file, through one open descriptor."""
+"""Bytes of a local file, through its descriptor."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
 from hf_stream.errors import CopyError
+from hf_stream.formats.regular_files import open_regular
 from hf_stream.storage.base import Storage
+from hf_stream.storage.opened import FileIdentity, OpenedFile
 
 # What one call of preadv and pwritev takes at most (IOV_MAX on Linux and macOS).
 MAX_BUFFERS = 1024
@@ -23,31 +25,25 @@ _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _NO_COPY_FILE_RANGE = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 
-class FileIdentity(NamedTuple):
-    """What tells a file, and its state, from another; equal identities mean the same unchanged file."""
-
-    device: int
-    inode: int
-    nbytes: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileIdentity:
-        """That of the file which has this status."""
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
 class FileStorage(Storage):
-    """A local file, opened once: renaming or replacing its path later changes nothing.
+    """A local file, always the very one that was opened.
+
+    Its descriptor is held while the process has few (half of what `ulimit -n` allows): renaming or replacing the path
+    then changes nothing. Of more files none is held; one that was renamed, replaced or changed is then an error.
 
     Args:
         path: An existing file.
         mode: "r" to read, "r+" to read and write; the size stays as it is.
+        hold: Whether the descriptor may be held.
+
+    Raises:
+        CheckpointError: It is no regular file.
+        OSError: It cannot be opened.
     """
 
-    def __init__(self, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r") -> None:
-        access = {"r": os.O_RDONLY, "r+": os.O_RDWR}[mode]
-        self._open(os.fspath(path), os.open(path, access | os.O_CLOEXEC))
+    def __init__(self, path: str | os.PathLike[str], mode: Literal["r", "r+"] = "r", *, hold: bool = True) -> None:
+        flags = {"r": os.O_RDONLY, "r+": os.O_RDWR}[mode]
+        self._open(os.fspath(path), open_regular(path, flags), flags, hold)
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], nbytes: int) -> FileStorage:
@@ -64,20 +60,20 @@ class FileStorage(Storage):
         storage = cls.__new__(cls)
         try:
             reserve_space(fd, nbytes, os.fspath(path))
-            storage._open(os.fspath(path), fd)
         except BaseException:
             os.close(fd)
             Path(path).unlink()
             raise
+        storage._open(os.fspath(path), fd, os.O_RDWR, hold=True)
         return storage
 
-    def _open(self, name: str, fd: int) -> None:
+    def _open(self, name: str, fd: int, flags: int, hold: bool) -> None:
         self.name = name
         self._mapping: Any = None  # an UntypedStorage; torch's stubs do not know that it slices
-        status = os.fstat(fd)
-        self.nbytes = status.st_size
-        self._place: Hashable = ("file", status.st_dev, status.st_ino)
-        self._fd = fd
+        self._file = OpenedFile(name, fd, flags, hold)
+        identity = self._file.identity
+        self.nbytes = identity.nbytes
+        self._place: Hashable = ("file", identity.device, identity.inode)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, nbytes={self.nbytes})"
@@ -90,26 +86,31 @@ class FileStorage(Storage):
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Close the descriptor; tensors from `alias` and `window` stay valid."""
-        fd, self._fd = getattr(self, "_fd", -1), -1
+        """Close the descriptor once nobody uses it; tensors from `alias` and `window` stay valid."""
         self._mapping = None
-        if fd >= 0:
-            os.close(fd)
+        self._file.close()
 
-    def fileno(self) -> int:
-        """The open descriptor."""
-        if self._fd < 0:
-            raise ValueError(f"'{self.name}' is closed")
-        return self._fd
+    def descriptor(self) -> AbstractContextManager[int]:
+        """A descriptor that is open as long as the context is.
 
-    @contextmanager
-    def descriptor(self) -> Iterator[int]:
-        """A descriptor that is open as long as the context is."""
-        yield self.fileno()
+        Raises:
+            CopyError: The file is not held open, and was replaced or changed.
+        """
+        return self._file.descriptor()
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that is not as it was when it was opened.
+
+        Raises:
+            CopyError: It was changed, or it is not held open and was replaced.
+        """
+        self._file.check_unchanged()
+
+    @property
+    def path(self) -> str:
+        """Where the file was when it was opened, as an absolute path."""
+        return self._file.path
 
     @property
     def place(self) -> Hashable:
@@ -200,8 +201,7 @@ class FileStorage(Storage):
         # A private mapping is writable for torch.frombuffer's sake; nobody writes, so it stays page cache.
         flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE
         with self.descriptor() as fd:
-            if os.fstat(fd).st_size < stop:
-                raise CopyError(f"'{self.name}' ends before byte {stop}: bytes {offset} to {stop} were wanted.")
+            self._check_has(offset, stop, fd)
             pages = mmap.mmap(fd, stop - start, flags, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
         flat = torch.frombuffer(pages, dtype=torch.uint8, offset=offset - start, count=stop - offset)
         return flat.view(dtype).as_strided(tuple(size), tuple(stride))
@@ -222,13 +222,19 @@ class FileStorage(Storage):
             count *= n
         if count == 0:
             return tensor.reshape(tuple(size))
-        if self._mapping is None:
-            # Through the descriptor, not the path, so that a file put in its place is never read.
-            with self.descriptor() as fd:
+        with self.descriptor() as fd:
+            self._check_has(offset, offset + count * dtype.itemsize, fd)
+            if self._mapping is None:
+                # Through the descriptor, not the path, so that a file put in its place is never read.
                 self._mapping = torch.UntypedStorage.from_file(f"/dev/fd/{fd}", shared=False, nbytes=self.nbytes)
         part = self._mapping[offset : offset + count * dtype.itemsize]
         tensor.set_(part, 0, (count,), (1,))
         return tensor.view(tuple(size))
+
+    def _check_has(self, start: int, stop: int, fd: int) -> None:
+        """Refuse to map bytes that are not there: to touch them would end the process."""
+        if os.fstat(fd).st_size < stop:
+            raise CopyError(f"'{self.name}' ends before byte {stop}: bytes {start} to {stop} were wanted.")
 
 
 def reserve_space(fd: int, nbytes: int, name: str, start: int = 0) -> None:

@@ -8,6 +8,7 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from hf_stream.errors import FormatError
 from hf_stream.formats.zip_records import Record
 from hf_stream.storage.file import FileStorage, reserve_space
+from hf_stream.storage.opened import Descriptor
 
 _CHUNK = 1 << 20
 # Every dtype is aligned in the scratch file, and no record begins where an empty one does.
@@ -75,7 +77,7 @@ class InflatedFile(FileStorage):
         self.nbytes = sum(sizes)
         self._place = ("inflated", source.place)
         self._mapping = None
-        self._fd = -1
+        self._scratch: Descriptor | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -86,7 +88,21 @@ class InflatedFile(FileStorage):
     def close(self) -> None:
         """Give the scratch space back; tensors from `alias` and `window` stay valid."""
         self._closed = True
-        super().close()
+        self._mapping = None
+        self._scratch = None
+
+    @contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """That of the scratch file."""
+        scratch = self._made()
+        yield scratch.number
+
+    def check_unchanged(self) -> None:
+        self._source.check_unchanged()
+
+    @property
+    def path(self) -> str:
+        return self._source.path
 
     @property
     def identity(self) -> Hashable:
@@ -116,33 +132,35 @@ class InflatedFile(FileStorage):
     def _need(self, offset: int, nbytes: int) -> None:
         """Inflate the records that have some of these bytes, as far as they are not there yet."""
         with self._lock:
-            if self._fd < 0:
-                self._make()
+            scratch = self._made()
             stop = offset + nbytes
             for number in range(max(bisect_right(self._starts, offset) - 1, 0), len(self._records)):
                 if self._starts[number] >= stop:
                     break
                 if not self._there[number]:
-                    self._inflate(self._records[number], self._starts[number])
+                    self._inflate(self._records[number], self._starts[number], scratch.number)
                     self._there[number] = True
 
-    def _make(self) -> None:
-        """The scratch file, all of it a hole."""
-        if self._closed:
-            raise ValueError(f"'{self.name}' is closed")
-        fd, path = tempfile.mkstemp(prefix="hf-stream-")
-        os.unlink(path)
-        self._fd = fd
-        os.ftruncate(fd, self.nbytes)
+    def _made(self) -> Descriptor:
+        """The scratch file, all of it a hole at first."""
+        scratch = self._scratch
+        if scratch is None:
+            if self._closed:
+                raise ValueError(f"'{self.name}' is closed")
+            fd, path = tempfile.mkstemp(prefix="hf-stream-")
+            self._scratch = scratch = Descriptor(fd)
+            os.unlink(path)
+            os.ftruncate(fd, self.nbytes)
+        return scratch
 
-    def _inflate(self, record: Record, start: int) -> None:
-        reserve_space(self._fd, record.nbytes, f"{tempfile.gettempdir()} (to inflate {self._source.name})", start)
+    def _inflate(self, record: Record, start: int, fd: int) -> None:
+        reserve_space(fd, record.nbytes, f"{tempfile.gettempdir()} (to inflate {self._source.name})", start)
         crc32, at = 0, start
         for piece in inflate(self._source, record):
             crc32 = zlib.crc32(piece, crc32)
             view = memoryview(piece)
             while view:
-                written = os.pwrite(self._fd, view, at)
+                written = os.pwrite(fd, view, at)
                 at, view = at + written, view[written:]
         check_crc32(self._source.name, record, crc32)
 

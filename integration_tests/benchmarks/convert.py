@@ -3,7 +3,9 @@
     python integration_tests/benchmarks/convert.py
 
 Contenders: hf_stream.convert, d9d's streaming reader and writer, loading everything and torch.cat, and, as the bound
-for moving the bytes, cp -r. d9d takes part if its model_state can be imported: `pip install --no-deps d9d`.
+for moving the bytes, cp -r. By default hf_stream waits until all is on the disk, as cp -r and sync do; the others do
+not, and are to be compared with durable=False. d9d takes part if its model_state can be imported:
+`pip install --no-deps d9d`.
 """
 
 from __future__ import annotations
@@ -14,24 +16,29 @@ from pathlib import Path
 
 import checkpoints
 import harness
-from harness import Case, Contender, Work
-from save import with_cp
+from harness import Case, Contender, Prepare, Work
+from save import with_cp, with_cp_and_sync
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
 
-def with_hf_stream(source: Path, target: Path) -> Work:
+def with_hf_stream(durable: bool) -> Prepare:
     """Convert with hf_stream."""
-    import hf_stream
-    from hf_stream.layouts import packed_qkv
 
-    config = json.loads((source / "config.json").read_text())
+    def prepare(source: Path, target: Path) -> Work:
+        import hf_stream
+        from hf_stream.layouts import packed_qkv
 
-    def work() -> Path:
-        hf_stream.convert(source, target, layout=packed_qkv(config), max_shard_size=checkpoints.MAX_SHARD_NBYTES)
-        return target
+        layout = packed_qkv(json.loads((source / "config.json").read_text()))
 
-    return work
+        def work() -> Path:
+            size = checkpoints.MAX_SHARD_NBYTES
+            hf_stream.convert(source, target, layout=layout, max_shard_size=size, durable=durable)
+            return target
+
+        return work
+
+    return prepare
 
 
 def with_d9d(source: Path, target: Path) -> Work:
@@ -100,12 +107,14 @@ CASES = {
         "Convert Llama, separate q, k, v to packed qkv",
         "llama",
         {
-            "hf_stream": Contender(with_hf_stream),
+            "hf_stream": Contender(with_hf_stream(durable=True)),
+            "hf_stream, durable=False": Contender(with_hf_stream(durable=False)),
             "d9d": Contender(with_d9d, requires="d9d"),
             "load-cat-save": Contender(with_torch),
             "cp": Contender(with_cp, same_result=False),
+            "cp, sync": Contender(with_cp_and_sync, same_result=False),
         },
-        ["d9d", "load-cat-save", "cp"],
+        ["d9d", "load-cat-save", "cp", "cp, sync"],
     ),
 }
 

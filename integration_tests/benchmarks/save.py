@@ -1,6 +1,8 @@
 """Saving a model that lies in memory: transformers, hf_stream, and cp -r of a checkpoint with the same tensors.
 
-Besides: saving one whose weights are offloaded to disk, by transformers and hf_stream.
+By default hf_stream waits until all is on the disk, as `cp -r` and `sync` do; transformers and `cp -r` alone do not,
+and are to be compared with `durable=False`. Besides: saving one whose weights are offloaded to disk, by transformers
+and hf_stream.
 
     python integration_tests/benchmarks/save.py
 """
@@ -29,17 +31,21 @@ def with_transformers(source: Path, target: Path) -> Work:
     return work
 
 
-def with_hf_stream(source: Path, target: Path) -> Work:
+def with_hf_stream(durable: bool) -> Prepare:
     """Save with hf_stream."""
-    import hf_stream
 
-    model = models.load_into_memory(source)
+    def prepare(source: Path, target: Path) -> Work:
+        import hf_stream
 
-    def work() -> Path:
-        hf_stream.save_pretrained(model, target, max_shard_size=checkpoints.MAX_SHARD_NBYTES)
-        return target
+        model = models.load_into_memory(source)
 
-    return work
+        def work() -> Path:
+            hf_stream.save_pretrained(model, target, max_shard_size=checkpoints.MAX_SHARD_NBYTES, durable=durable)
+            return target
+
+        return work
+
+    return prepare
 
 
 def offloaded(streaming: bool) -> Prepare:
@@ -73,16 +79,31 @@ def with_cp(source: Path, target: Path) -> Work:
     return work
 
 
+def with_cp_and_sync(source: Path, target: Path) -> Work:
+    """Copy the files, and wait until they are on the disk."""
+    copy = with_cp(source, target)
+
+    def work() -> Path:
+        copied = copy()
+        subprocess.run(["sync", "-f", target], check=True)
+        assert isinstance(copied, Path)
+        return copied
+
+    return work
+
+
 CONTENDERS = {
     "transformers": Contender(with_transformers),
-    "hf_stream": Contender(with_hf_stream),
+    "hf_stream": Contender(with_hf_stream(durable=True)),
+    "hf_stream, durable=False": Contender(with_hf_stream(durable=False)),
     "cp": Contender(with_cp),
+    "cp, sync": Contender(with_cp_and_sync),
 }
 OFFLOADED = {
     "transformers": Contender(offloaded(streaming=False), "accelerate"),
     "hf_stream": Contender(offloaded(streaming=True), "accelerate"),
 }
-PEERS = ["transformers", "cp"]
+PEERS = ["transformers", "cp", "cp, sync"]
 CASES = {
     "experts": Case("Save Qwen3-MoE, splitting experts", "qwen3-moe", CONTENDERS, PEERS),
     "plain": Case("Save Llama, nothing to convert", "llama", CONTENDERS, PEERS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from nestings import assert_same
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 import hf_stream
@@ -199,3 +201,57 @@ def test_a_flat_file_of_one_dict_does_not_stand_for_another(tmp_path, caplog):
     save_file(OTHER, tmp_path / "foo.safetensors")
     assert_same(loaded(path, key="model"), FLAT)
     assert "no keys to follow" in caplog.text
+
+
+def converted(path: Path, state: Any, **options: Any) -> Path:
+    """A conversion of foo.pt, and after it another foo.pt of the same time."""
+    hf_stream.convert(path, path.with_suffix(".safetensors"), **options)
+    status = path.stat()
+    torch.save(state, path, _use_new_zipfile_serialization=zipfile.is_zipfile(path))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return path
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("options", [{}, {"key": ""}])
+@pytest.mark.filterwarnings("ignore")
+def test_a_conversion_of_another_file_is_not_read(tmp_path, legacy, options, caplog):
+    path = torch_file(tmp_path, FLAT, _use_new_zipfile_serialization=not legacy)
+    converted(path, OTHER, **options)
+    assert_same(dict(sorted(loaded(path).items())), OTHER)
+    assert_same(dict(sorted(hf_stream.load_nested(path).items())), OTHER)
+    assert "was made of another 'foo.pt', and is not read in its place" in caplog.text
+
+
+def test_a_nested_conversion_of_another_file_is_not_read(tmp_path):
+    other = {**NESTED, "model": OTHER}
+    path = converted(torch_file(tmp_path, NESTED), other)
+    assert_same(hf_stream.load_nested(path), other)
+    assert_same(loaded(path), OTHER)
+
+
+@pytest.mark.parametrize("state", [FLAT, NESTED])
+def test_a_conversion_is_read_however_old_it_seems(tmp_path, state, caplog):
+    path = torch_file(tmp_path, state)
+    other = hf_stream.convert(path, tmp_path / "foo.safetensors")
+    os.utime(other, (0, 0))
+    assert_same(dict(sorted(loaded(path).items())), FLAT)
+    assert "foo.safetensors' is read in the place of 'foo.pt'" in caplog.text
+
+
+def test_without_checksums_the_time_decides(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = torch_file(tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    other = hf_stream.convert(path, tmp_path / "foo.safetensors")
+    with safe_open(other, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_what_is_made_of_a_conversion_does_not_say_what_that_was_made_of(tmp_path):
+    hf_stream.convert(torch_file(tmp_path), tmp_path / "foo.safetensors")
+    hf_stream.convert(tmp_path / "foo.safetensors", tmp_path / "bar.safetensors")
+    with safe_open(tmp_path / "bar.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}

@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from samples import files_of, named_tensors, random_bits, same_bits
 
 from hf_stream import convert, open_checkpoint, plan_conversion, save_checkpoint, verify
-from hf_stream.checkpoint import AnyLayout
-from hf_stream.checkpoint.staging import Staging
+from hf_stream.checkpoint import AnyLayout, staging
 from hf_stream.errors import CheckpointError, CopyError, LayoutError
 from hf_stream.layouts import Layout, Rename
 
@@ -293,7 +292,7 @@ def test_what_an_earlier_run_had_ready_is_verified_too(tmp_path: Path, monkeypat
     _source(tmp_path / "a")
     save_checkpoint({"old": torch.ones(3)}, tmp_path / "b")
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "_replace", lambda *_: _StopAfter(0).update(1))
+        patch.setattr(staging, "replace", lambda *_, **__: _StopAfter(0).update(1))
         with pytest.raises(KeyboardInterrupt):
             convert(tmp_path / "a", tmp_path / "b")
     with (tmp_path / "b/.hf-stream/files/model.safetensors").open("r+b") as file:

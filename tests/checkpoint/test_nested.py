@@ -17,8 +17,9 @@ from samples import files_of, same_bits
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hf_stream
-from hf_stream.checkpoint import nested_sharing, nested_structure
+from hf_stream.checkpoint import nested_structure
 from hf_stream.checkpoint.nested_sharing import place_tensors
+from hf_stream.copying import overlap
 from hf_stream.errors import CheckpointError, CopyError, FormatError
 from hf_stream.lazy import LazyTensor
 from hf_stream.storage import FileStorage
@@ -204,11 +205,18 @@ def test_tensors_that_overlap_without_one_that_holds_all_are_refused(tmp_path: P
     assert_same(hf_stream.load_nested(tmp_path / "s.safetensors"), {"x": [a], "y": b})
 
 
-def test_many_pieces_of_one_storage_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(nested_sharing, "_overlap")
-    pieces = torch.zeros(20_000).split(2)
+@pytest.mark.parametrize("cut", [lambda x: x.split(1, 0), lambda x: x.split(1, 1)])
+def test_many_pieces_of_one_storage_are_not_compared_with_each_other(monkeypatch: pytest.MonkeyPatch, cut) -> None:
+    sorts: list[int] = []
+    monkeypatch.setattr(
+        overlap,
+        "_clusters",
+        lambda extents, clusters=overlap._clusters: sorts.append(len(extents)) or clusters(extents),
+    )
+    pieces = cut(torch.zeros(10_000, 3)) + cut(torch.zeros(3, 10_000))
     places = place_tensors([(str(number), piece) for number, piece in enumerate(pieces)])
     assert all(place == (str(number), None) for number, place in enumerate(places))
+    assert 10_000 <= sum(sorts) < 100_000
 
 
 def test_lazies_share_as_what_is_under_them(tmp_path: Path) -> None:

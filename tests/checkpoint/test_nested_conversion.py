@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -32,12 +36,34 @@ def written(path: Path, state: Any) -> Path:
     return path
 
 
+def origin(path: Path) -> str:
+    """What a file made of this one notes of it."""
+    with zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+    # Of each record: name, first byte, bytes in the file and in memory, CRC-32, whether it is compressed.
+    data = path.read_bytes()
+    facts = []
+    for record in records:
+        names, extras = struct.unpack_from("<2H", data, record.header_offset + 26)
+        start = record.header_offset + 30 + names + extras
+        facts.append([record.filename, start, record.compress_size, record.file_size, record.CRC, False])
+    return json.dumps({"nbytes": len(data), "sha256": hashlib.sha256(json.dumps(facts).encode()).hexdigest()})
+
+
+def open_safetensors(path: Path) -> dict[str, Any]:
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 - it is no dict
+        return {"metadata": file.metadata(), **tensors}
+
+
 def test_a_nested_file_becomes_what_save_nested_writes(tmp_path):
     state = adamw()
     source = written(tmp_path / "optim.pt", state)
     assert hf_stream.convert(source, tmp_path / "optim.safetensors", verify=True) == tmp_path / "optim.safetensors"
     hf_stream.save_nested(state, tmp_path / "wanted.safetensors")
-    assert (tmp_path / "optim.safetensors").read_bytes() == (tmp_path / "wanted.safetensors").read_bytes()
+    made, wanted = (open_safetensors(tmp_path / name) for name in ("optim.safetensors", "wanted.safetensors"))
+    assert made.pop("metadata").items() - wanted.pop("metadata").items() == {("hf_stream.origin", origin(source))}
+    assert made == wanted
     assert_same(hf_stream.load_nested(tmp_path / "optim.safetensors"), state)
 
 
@@ -47,7 +73,7 @@ def test_a_flat_file_becomes_an_ordinary_one(tmp_path):
     hf_stream.convert(source, tmp_path / "model.safetensors", verify=True)
     assert_same(dict(sorted(load_file(tmp_path / "model.safetensors").items())), dict(sorted(state.items())))
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata() == {"format": "pt", "hf_stream.origin": origin(source)}
 
 
 def test_memory_that_is_shared_is_written_once_and_shared_again(tmp_path):

@@ -205,11 +205,8 @@ def test_a_checkpoint_replaced_while_it_is_opened_is_not_a_mixture(
         return parse(*args)
 
     monkeypatch.setattr(hf_stream.checkpoint.weight_files, "parse_header", parse_and_replace)
-    if after == 3:
-        assert not hf_stream.verify(open_checkpoint(tmp_path), old)
-    else:
-        with pytest.raises(CheckpointError, match="was replaced while it was being opened"):
-            open_checkpoint(tmp_path)
+    # What was replaced too early is opened once more.
+    assert not hf_stream.verify(open_checkpoint(tmp_path), old if after == 3 else new)
 
 
 def test_the_files_of_two_checkpoints_are_told_apart_without_an_index(

@@ -160,7 +160,9 @@ def test_verify_compares_what_was_written_with_the_source(
     assert not (tmp_path / "out").exists()
 
     tamper = Tamper(source / "model.safetensors")
-    assert convert_with(monkeypatch, tamper, source, tmp_path / "out").exit_code == 0
+    result = convert_with(monkeypatch, tamper, source, tmp_path / "out")
+    assert (result.exit_code, "was changed while it was in use" in result.stderr) == (2, True)
+    assert not (tmp_path / "out").exists()
 
 
 class Stop:

@@ -27,7 +27,7 @@ def test_help_and_version() -> None:
     assert run("--version").stdout == f"hf-stream {hf_stream.__version__}\n"
     shown = run("--help")
     assert (shown.exit_code, shown.stderr) == (0, "")
-    for command in ("inspect", "plan", "convert", "verify", "layouts"):
+    for command in ("inspect", "plan", "convert", "verify", "layouts", "clean"):
         assert command in shown.stdout
         assert run(command, "-h").exit_code == 0
     assert "Exit codes: 0 done; 1 verify found a difference; 2 an error" in " ".join(shown.stdout.split())

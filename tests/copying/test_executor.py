@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 
 import pytest
 import torch
+import tqdm
 from memory_peaks import in_fresh_process
 
+import hf_stream
 from hf_stream.copying import Copy, Region, execute
 from hf_stream.copying import executor as executor_module
 from hf_stream.errors import CopyError
@@ -227,3 +230,53 @@ def test_neighbours_that_are_read_in_one_call_are_all_named_as_possible_culprits
         ]
         with pytest.raises(CopyError, match="'a' or one of the next 2 tensors"):
             execute(copies)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("where", ["helper", "caller"])
+def test_whatever_a_callback_raises_in_whatever_thread_stops_the_run(tmp_path, kind, where):
+    started = threading.Event()
+
+    class Interrupts:
+        calls = 0
+
+        def update(self, n):
+            here = "caller" if threading.current_thread() is threading.main_thread() else "helper"
+            if here == where:
+                self.calls += 1
+                started.set()
+                raise kind
+            started.wait(10)  # until the other thread has had its turn
+
+    bar = Interrupts()
+    with FileStorage.create(tmp_path / "out", 101 * 500) as file, pytest.raises(kind):
+        execute(saves(file, 500), progress=bar, threads=2)
+    assert bar.calls == 1
+
+
+def test_an_interrupt_in_a_helper_thread_publishes_nothing(tmp_path):
+    class Interrupts:
+        def update(self, n):
+            if threading.current_thread() is not threading.main_thread():
+                raise KeyboardInterrupt
+
+    tensors = {f"t{n}": torch.ones(1 << 18) for n in range(40)}
+    hf_stream.save_checkpoint({"old": torch.ones(2)}, tmp_path / "there")
+    for name in ("there", "new"):
+        with pytest.raises(KeyboardInterrupt):
+            hf_stream.save_checkpoint(tensors, tmp_path / name, progress=Interrupts())
+    assert [path.name for path in tmp_path.rglob("*")] == ["there", "model.safetensors"]
+
+
+def test_no_bar_is_made_that_is_not_shown(tmp_path, monkeypatch):
+    # It would take a lock that all forked processes share.
+    def made(*_, **__):
+        raise AssertionError("a bar was made")
+
+    monkeypatch.setattr(tqdm.tqdm, "__new__", made)
+    for progress in (None, False):
+        with FileStorage.create(tmp_path / str(progress), 101 * 5) as file:
+            execute(saves(file, 5), progress=progress)
+    monkeypatch.setattr(sys, "stderr", None)
+    with FileStorage.create(tmp_path / "without", 101 * 5) as file:
+        execute(saves(file, 5), progress=None)

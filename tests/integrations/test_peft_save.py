@@ -132,11 +132,11 @@ def test_old_weights_never_stand_beside_a_new_config(
 ) -> None:
     save_adapters(wrap("llama", lora(r=4), lora(r=4)), tmp_path)
     old = files_of(tmp_path)
-    replace = os.replace
+    rename = os.rename
     seen = []
 
-    def watched(source: Any, target: Any) -> None:
-        replace(source, target)
+    def watched(source: Any, target: Any, **folders: int) -> None:
+        rename(source, target, **folders)
         now = files_of(tmp_path)
         for folder in ("", "second/"):
             names = [f"{folder}{name}" for name in ("adapter_config.json", "adapter_model.safetensors")]
@@ -144,7 +144,7 @@ def test_old_weights_never_stand_beside_a_new_config(
                 seen.append(len({now[name] == old[name] for name in names}) == 1)
 
     model = wrap("llama", lora(r=6), lora(r=6))
-    monkeypatch.setattr(os, "replace", watched)
+    monkeypatch.setattr(os, "rename", watched)
     save_adapters(model, tmp_path)
     assert seen
     assert all(seen)

@@ -18,6 +18,7 @@ from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
 from hf_stream import CheckpointError
+from hf_stream.checkpoint import clean
 from hf_stream.checkpoint.work import WorkDirectory
 from hf_stream.integrations.trainer import StreamingCheckpointCallback, hooks, place
 from hf_stream.integrations.trainer.methods import METHODS
@@ -250,3 +251,89 @@ def test_while_one_checkpoint_is_saved_another_process_is_refused(tmp_path: Path
     elsewhere.close(remove=True)
     run._save_checkpoint(run.model, trial=None)
     assert names(tmp_path) == ["checkpoint-0"]
+
+
+@pytest.mark.parametrize("what", ["work", "checkpoint-3", "replaced", "removed", "lock"])
+def test_links_in_the_place_of_our_directories_lead_nowhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """As in a downloaded directory: making a Trainer is enough to have what is left there removed."""
+    outside = checkpoint(tmp_path / "outside", 3, "precious").parent
+    run = tmp_path / "run"
+    work = run / "_checkpoint-3.hf-stream"
+    if what == "work":
+        run.mkdir()
+        work.symlink_to(outside)
+    else:
+        work.mkdir(parents=True)
+        (work / what).symlink_to(outside if what != "lock" else outside / "checkpoint-3" / "file")
+        if what == "checkpoint-3":
+            (work / "replaced").mkdir()
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    trainer(llama(), run, StreamingCheckpointCallback())
+    assert "hf_stream did not create it" in caplog.text
+    with pytest.raises(CheckpointError, match="hf_stream did not create it"), place.growing(run / "checkpoint-3"):
+        pass
+    after = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.name != "lock")
+    assert after == [path for path in before if path.name != "lock"]
+    assert len(clean(run)) == 1
+    trainer(llama(), run, StreamingCheckpointCallback())
+    assert names(run) == (["checkpoint-3"] if (run / "checkpoint-3").exists() else [])
+    assert (outside / "checkpoint-3" / "file").read_text() == "precious"
+
+
+def test_a_run_directory_that_is_a_link_is_as_good_as_any(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    trainer(llama(), tmp_path / "link", StreamingCheckpointCallback(), max_steps=2, save_steps=1).train()
+    assert names(tmp_path / "real") == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_an_old_checkpoint_comes_back_if_the_new_one_is_lost(tmp_path: Path) -> None:
+    target = checkpoint(tmp_path, 3, "old")
+    work = place.growing_path(target).parent
+    work.mkdir()
+    os.rename(target, work / "replaced")
+    place.clear_leftovers(str(tmp_path))
+    assert names(target) == ["file"]
+
+
+def test_a_file_in_the_place_of_a_work_directory_is_no_obstacle_to_a_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "_checkpoint-9.hf-stream").write_text("x")
+    trainer(llama(), tmp_path, StreamingCheckpointCallback())
+    assert "_checkpoint-9.hf-stream' is not a directory" in caplog.text
+
+
+def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str]] = []
+    rename = os.rename
+
+    def renamed(source: Any, target: Any, **folders: int) -> None:
+        rename(source, target, **folders)
+        events.append(("name", os.path.basename(target)))
+
+    def fsync(fd: int) -> None:
+        events.append(("flush", os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+
+    run = trainer(llama(), tmp_path, StreamingCheckpointCallback(), max_steps=2, save_steps=1, save_total_limit=1)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "fsync", fsync)
+    run.train()
+    assert names(tmp_path) == ["checkpoint-2"]
+    named = events.index(("name", "checkpoint-2"))
+    gone = events.index(("name", "removed"))
+    for name in names(tmp_path / "checkpoint-2"):
+        assert any(event == ("flush", name) for event in events[events.index(("name", "checkpoint-1")) : named])
+    assert ("flush", "checkpoint-2") in events[:named]
+    assert ("flush", tmp_path.name) in events[named:gone]
+
+
+def test_a_callback_that_is_not_durable_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(fd: int) -> None:
+        raise AssertionError(os.readlink(f"/proc/self/fd/{fd}"))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    trainer(llama(), tmp_path, StreamingCheckpointCallback(durable=False), max_steps=2, save_steps=1).train()
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]

@@ -145,8 +145,8 @@ def test_identity_tells_changes_and_place_ignores_them(path):
 
 def test_descriptor_is_not_inherited_and_closes(path):
     file = FileStorage(path)
-    fd = file.fileno()
-    assert not os.get_inheritable(fd)
+    with file.descriptor() as fd:
+        assert not os.get_inheritable(fd)
     file.close()
     file.close()
     with pytest.raises(ValueError, match="closed"):

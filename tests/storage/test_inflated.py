@@ -47,7 +47,8 @@ def test_it_reads_as_a_file_does(packed: FileStorage) -> None:
     )
     for number in range(2):
         assert bytes(file.alias(file.start_of(number), torch.uint8, (len(CONTENT),)).numpy()) == CONTENT
-    assert os.fstat(file.fileno()).st_nlink == 0
+    with file.descriptor() as fd:
+        assert os.fstat(fd).st_nlink == 0
     assert file.place == _inflated(packed).place
     assert file.identity == _inflated(packed).identity
 
@@ -154,7 +155,8 @@ def test_a_full_disk_is_an_error_before_anything_is_written(packed: FileStorage,
 def test_closing_gives_the_space_back(packed: FileStorage) -> None:
     file = _inflated(packed)
     _read(file)
-    fd = file.fileno()
+    with file.descriptor() as fd:
+        pass
     file.close()
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)

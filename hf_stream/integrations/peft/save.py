@@ -35,6 +35,7 @@ def save_adapters(
     model: PeftModel,
     save_directory: str | os.PathLike[str],
     *args: Any,
+    durable: bool | None = None,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
     **kwargs: Any,
@@ -48,6 +49,8 @@ def save_adapters(
         model: The wrapped model.
         save_directory: Where to save; adapters that are not called "default" go into folders of their own. Like all
             arguments not named here (`selected_adapters`, `save_embedding_layers`, ...), as in peft.
+        durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
+            the environment has HF_STREAM_DURABLE=0.
         buffer_size: Bytes in flight, at most.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -59,7 +62,7 @@ def save_adapters(
     if not asked.get("is_main_process", True):
         model.save_pretrained(os.fspath(save_directory), *args, **kwargs)
         return
-    staging = Staging(save_directory)
+    staging = Staging(save_directory, durable=durable)
     try:
         card = staging.directory / _CARD
         if card.is_file():

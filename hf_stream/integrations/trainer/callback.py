@@ -28,9 +28,10 @@ class StreamingCheckpointCallback(TrainerCallback):
 
     Weights are written straight from the model's memory, in any layout; the states of optimizer, scheduler, gradient
     scaler and random generators in safetensors files, without pickle. A checkpoint's directory appears when all of it
-    is there, and goes in one step, whenever the process is killed. Resuming, and loading the best model, go back
-    through the same layout and through transformers' own conversions into the model's parameters, where they are; a
-    weight that is missing or left over is an error. Checkpoints of a Trainer without this callback can be resumed.
+    is there, and goes in one step, whenever the process is killed or power is lost. Resuming, and loading the best
+    model, go back through the same layout and through transformers' own conversions into the model's parameters, where
+    they are; a weight that is missing or left over is an error. Checkpoints of a Trainer without this callback can be
+    resumed.
 
     All else is as the training arguments say: when to save, how many checkpoints to keep, what to push. Adapters (PEFT)
     and quantized models are saved and loaded by their own libraries.
@@ -38,6 +39,8 @@ class StreamingCheckpointCallback(TrainerCallback):
     Args:
         layout: Maps the tensors that `save_pretrained` would write to those to save. It needs an inverse.
         max_shard_size: Bytes, or a string such as "5GB", for the weights.
+        durable: Whether a checkpoint is on the disk, so that it outlives a loss of power, before it counts as saved and
+            older ones go. None: yes, unless the environment has HF_STREAM_DURABLE=0.
         buffer_size: Bytes in flight, at most.
         progress: True for a bar in bytes at each checkpoint, None for a bar on terminals only, False for none.
 
@@ -56,6 +59,7 @@ class StreamingCheckpointCallback(TrainerCallback):
         layout: TwoWay | None = None,
         *,
         max_shard_size: int | str = "50GB",
+        durable: bool | None = None,
         buffer_size: int = DEFAULT_BUFFER_SIZE,
         progress: bool | Progress | None = False,
     ) -> None:
@@ -66,7 +70,7 @@ class StreamingCheckpointCallback(TrainerCallback):
                     "pass a Layout"
                 )
             layout.inverse  # noqa: B018, says what cannot be inverted
-        self.settings = Settings(layout, max_shard_size, buffer_size, progress)
+        self.settings = Settings(layout, max_shard_size, durable, buffer_size, progress)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what cannot be saved this way while nothing is lost, and remove what a killed run has left."""

@@ -37,7 +37,11 @@ def save_checkpoint(settings: Settings, trainer: Any, plain: Plain, model: Any, 
     wait = trainer.accelerator.wait_for_everyone
     if args.should_save:
         place.clear_leftovers(run_dir)
-    saving = place.growing(Path(target)) if args.should_save else nullcontext(place.growing_path(Path(target)))
+    saving = (
+        place.growing(Path(target), settings.durable)
+        if args.should_save
+        else nullcontext(place.growing_path(Path(target)))
+    )
     pushed: list[str] = []
     with saving as path:
         wait()

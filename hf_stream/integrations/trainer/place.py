@@ -3,24 +3,32 @@
 `checkpoint-N` grows in `_checkpoint-N.hf-stream` beside it, a name that Trainer neither takes for a checkpoint nor
 uploads with the rest of its directory. That is also where a checkpoint is moved to be removed, or to make room for
 another one of the same step. What a killed process leaves there is removed by the next one; a replacement that was cut
-short between its two steps is completed.
+short between its two steps is completed. A checkpoint is on the disk before it gets its name, and its name before any
+other one goes.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from hf_stream.checkpoint.staging import WORK_SUFFIX
-from hf_stream.checkpoint.work import WorkDirectory, remove_tree
+from hf_stream.checkpoint.work import WORK_SUFFIX, WorkDirectory, remove_tree
 from hf_stream.errors import CheckpointError
+from hf_stream.storage.durability import flush, flush_tree, is_durable
+
+logger = logging.getLogger(__name__)
 
 _REPLACED = "replaced"
 _REMOVED = "removed"
+
+
+class _InUseError(CheckpointError):
+    """Another process is at work there."""
 
 
 def growing_path(target: Path) -> Path:
@@ -29,8 +37,12 @@ def growing_path(target: Path) -> Path:
 
 
 @contextmanager
-def growing(target: Path) -> Iterator[Path]:
+def growing(target: Path, durable: bool | None = None) -> Iterator[Path]:
     """Give an empty directory to fill, which becomes `target` at the end of the block, or goes if that fails.
+
+    Args:
+        target: The checkpoint.
+        durable: Whether it outlives a loss of power; see `is_durable`.
 
     Raises:
         CheckpointError: Another process is saving to it.
@@ -41,9 +53,15 @@ def growing(target: Path) -> Iterator[Path]:
     try:
         path.mkdir()
         yield path
-        if target.exists():
+        if is_durable(durable):
+            flush_tree(path)
+            flush(work.path)
+            _flush_parent(target)
+        if os.path.lexists(target):
             os.rename(target, work.path / _REPLACED)
         os.rename(path, target)
+        if is_durable(durable):
+            _flush_parent(target)
     finally:
         try:
             _complete(target)  # an interrupt may have come between the two
@@ -81,8 +99,12 @@ def remove_oldest(run_directory: str, limit: int | None, best: str | None) -> No
 def clear_leftovers(run_directory: str) -> None:
     """Remove what processes that were killed have left, and leave alone what others are working on."""
     for path in Path(run_directory).glob(f"_{PREFIX_CHECKPOINT_DIR}-*{WORK_SUFFIX}"):
-        with suppress(CheckpointError):
+        try:
             _claim(path.with_name(path.name[1 : -len(WORK_SUFFIX)])).close(remove=True)
+        except _InUseError:
+            pass
+        except (CheckpointError, OSError) as error:
+            logger.warning("%s", error)
 
 
 def _claim(target: Path) -> WorkDirectory:
@@ -90,10 +112,16 @@ def _claim(target: Path) -> WorkDirectory:
     try:
         work = WorkDirectory(path.parent)
     except BlockingIOError:
-        raise CheckpointError(
+        raise _InUseError(
             f"'{target}': another process is saving to it; wait for it, or save to another output_dir"
         ) from None
-    _complete(target)
+    try:
+        # Links would lead what follows elsewhere. Checkpoints themselves may have some.
+        work.check_contents(frozenset(), frozenset({path.name, _REPLACED, _REMOVED}), inside=False)
+        _complete(target)
+    except BaseException:
+        work.close(remove=False)
+        raise
     for leftover in (path, work.path / _REPLACED, work.path / _REMOVED):
         remove_tree(leftover)
     return work
@@ -102,5 +130,11 @@ def _claim(target: Path) -> WorkDirectory:
 def _complete(target: Path) -> None:
     """Take the second step of a replacement that was cut short after the first: the new checkpoint was complete."""
     path = growing_path(target)
-    if (path.parent / _REPLACED).exists() and not target.exists():
-        os.rename(path, target)
+    replaced = path.parent / _REPLACED
+    if replaced.exists() and not os.path.lexists(target):
+        # Should the new one be lost, the old one is all there is.
+        os.rename(path if path.exists() else replaced, target)
+
+
+def _flush_parent(target: Path) -> None:
+    flush(os.path.realpath(target.parent))  # output_dir may be a link

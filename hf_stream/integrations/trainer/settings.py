@@ -15,5 +15,6 @@ class Settings:
 
     layout: TwoWay | None = None
     max_shard_size: int | str = "50GB"
+    durable: bool | None = None
     buffer_size: int = DEFAULT_BUFFER_SIZE
     progress: bool | Progress | None = False

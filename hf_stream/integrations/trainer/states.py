@@ -76,7 +76,7 @@ def save_rng_state(settings: Settings, trainer: Any, plain: Plain, output_dir: s
         for file in Path(scratch).iterdir():
             with _safe_globals_lock, safe_globals():  # type: ignore[no-untyped-call]
                 states = torch.load(file, weights_only=True)
-            save_nested(states, Path(output_dir, file.with_suffix(".safetensors").name))
+            save_nested(states, Path(output_dir, file.with_suffix(".safetensors").name), durable=settings.durable)
 
 
 def load_rng_state(settings: Settings, trainer: Any, plain: Plain, checkpoint: str | None) -> None:
@@ -97,4 +97,10 @@ def _is_ours(checkpoint: str, name: str, plain_name: str) -> bool:
 
 
 def _save(owner: Any, path: Path, settings: Settings) -> None:
-    save_nested(owner.state_dict(), path, buffer_size=settings.buffer_size, progress=settings.progress)
+    save_nested(
+        owner.state_dict(),
+        path,
+        durable=settings.durable,
+        buffer_size=settings.buffer_size,
+        progress=settings.progress,
+    )

@@ -52,6 +52,7 @@ def streaming(model: PreTrainedModel, settings: Settings) -> Iterator[None]:
                 *args,
                 layout=layout_to_file(model, settings),
                 max_shard_size=settings.max_shard_size,
+                durable=settings.durable,
                 buffer_size=settings.buffer_size,
                 progress=settings.progress,
                 **kwargs,
@@ -75,6 +76,7 @@ def save_module(module: nn.Module, directory: Path, settings: Settings) -> None:
         apply_layout(settings.layout, module.state_dict()),
         directory,
         max_shard_size=settings.max_shard_size,
+        durable=settings.durable,
         buffer_size=settings.buffer_size,
         progress=settings.progress,
     )

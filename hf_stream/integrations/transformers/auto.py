@@ -15,8 +15,8 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from hf_stream.checkpoint import AnyLayout
 from hf_stream.copying.progress import Progress
-from hf_stream.integrations.transformers.hooks import Origin, Request, asking, current_request
-from hf_stream.integrations.transformers.load import streamed_loads
+from hf_stream.integrations.transformers.hooks import Origin, Request, current_request
+from hf_stream.integrations.transformers.load import load_whole
 from hf_stream.integrations.transformers.save import streamed_saves
 
 
@@ -57,8 +57,11 @@ class _StreamingAuto:
         request = (current_request() or Request()).changed(buffer_size, progress)
         if layout is not None:
             request = replace(request, layout=layout)
-        with streamed_loads(), asking(request):
-            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+
+        def load() -> Any:
+            return super(_StreamingAuto, cls).from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+
+        loaded = load_whole(request, pretrained_model_name_or_path, kwargs.get("subfolder"), load)
         _mark(loaded[0] if isinstance(loaded, tuple) else loaded, request.layout)
         return loaded
 

@@ -21,7 +21,7 @@ def is_bin_file(file: str | os.PathLike[str]) -> bool:
     return os.fspath(file).endswith(TORCH_SUFFIXES)
 
 
-def state_of(file: str | os.PathLike[str]) -> Mapping[str, Any]:
+def bin_state(file: str | os.PathLike[str]) -> Mapping[str, Any]:
     """What the file holds, with its tensors' values as lazies; it may hold more than tensors.
 
     Raises:
@@ -44,7 +44,7 @@ def dtypes_read_here() -> Iterator[None]:
 
     def load_state_dict(checkpoint_file: Any, map_location: Any = "cpu", **kwargs: Any) -> Any:
         if map_location == "meta" and is_bin_file(checkpoint_file) and current_request() is not None:
-            return state_of(checkpoint_file)
+            return bin_state(checkpoint_file)
         return plain(checkpoint_file, map_location=map_location, **kwargs)
 
     modeling_utils.load_state_dict = load_state_dict  # type: ignore[assignment]

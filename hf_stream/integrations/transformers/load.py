@@ -8,10 +8,11 @@ place where this hooks in is `PreTrainedModel._load_pretrained_model`.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -21,12 +22,13 @@ from transformers.modeling_utils import _is_on_hf_mount, load_state_dict
 from transformers.utils.quantization_config import QuantizationMethod
 
 from hf_stream.checkpoint import AnyLayout, apply_layout, open_files
+from hf_stream.checkpoint.again import State, state_of, state_of_directory, until_unchanged
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
-from hf_stream.errors import LayoutError, LazyTensorError
+from hf_stream.errors import CheckpointError, LayoutError, LazyTensorError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shared import Shared
-from hf_stream.integrations.transformers.bin_files import dtypes_read_here, is_bin_file, state_of
+from hf_stream.integrations.transformers.bin_files import bin_state, dtypes_read_here, is_bin_file
 from hf_stream.integrations.transformers.hooks import Request, asking, hooked
 from hf_stream.integrations.transformers.offload import streamed_offload
 from hf_stream.integrations.transformers.quantized import real_inputs
@@ -36,6 +38,12 @@ from hf_stream.lazy import LazyTensor, materialize
 
 Loader = Callable[..., Any]
 Model = TypeVar("Model", covariant=True)
+Result = TypeVar("Result")
+
+# Other files in the directory, an optimizer's for one, may change at any time.
+_WHAT_TRANSFORMERS_READS: Final = re.compile(
+    r".*config\.json|.*\.index(\..+)?\.json|(adapter_|pytorch_)?model[-.].*\.(bin|safetensors)", re.DOTALL
+)
 
 
 class Pretrained(Protocol[Model]):
@@ -96,14 +104,47 @@ def load_as_requested(
         assert layout is not None
         return layout(tensors)
 
-    with streamed_loads(), asking(replace(request, layout=None if layout is None else noted)):
-        loaded = cls.from_pretrained(path, *args, **kwargs)
+    noting = replace(request, layout=None if layout is None else noted)
+    loaded = load_whole(noting, path, kwargs.get("subfolder"), lambda: cls.from_pretrained(path, *args, **kwargs))
     if layout is not None and not used:
         raise LayoutError(
             f"{getattr(cls, '__name__', cls)} loaded '{path}' in a way of its own and did not use the layout; "
             "convert the checkpoint first, with hf_stream.convert"
         )
     return loaded
+
+
+def load_whole(
+    request: Request, path: str | os.PathLike[str] | None, subfolder: str | None, load: Callable[[], Result]
+) -> Result:
+    """Run a `from_pretrained` in the way of a request, and from its start once more if files are replaced meanwhile.
+
+    Transformers reads the config and the index before it comes to the weights, and none of them may be of another
+    checkpoint.
+
+    Args:
+        request: How to load.
+        path: What is loaded.
+        subfolder: Where in it.
+        load: Loads it.
+    """
+    directory = os.path.join(path or "", subfolder or "")
+    started = State()
+
+    def state() -> State:
+        return state_of_directory(directory, _WHAT_TRANSFORMERS_READS)
+
+    def check_files() -> None:
+        if state() != started:
+            raise CheckpointError(f"'{directory}' was replaced while it was being loaded; load it again")
+
+    def attempt() -> Result:
+        nonlocal started
+        started = state()
+        return load()
+
+    with streamed_loads(), asking(replace(request, check_files=check_files)):
+        return until_unchanged(attempt, state, directory, (Exception,))
 
 
 def stream_load(
@@ -126,7 +167,10 @@ def stream_load(
         return load(model, state_dict, checkpoint_files, load_config, expected_keys)
     alias = _may_map(checkpoint_files or (), load_config)
     with collector_paused():
-        tensors = apply_layout(request.layout, _open(state_dict, checkpoint_files, load_config))
+        opened = _open(state_dict, checkpoint_files, load_config)
+        if request.check_files is not None:
+            request.check_files()
+        tensors = apply_layout(request.layout, opened)
     with (
         asking(None),
         nullcontext() if _works_on_data(load_config) else _symbolic(),
@@ -176,17 +220,31 @@ def _open(
     if state_dict is not None:
         return {name: _lazy(tensor) for name, tensor in state_dict.items()}
     files = checkpoint_files or []
-    loaded: dict[str, Any] = {}
-    for file in files:
-        # One by one: of a name in two files, transformers takes the last.
-        if file.endswith(".safetensors"):
-            loaded.update(open_files(load_config.pretrained_model_name_or_path or file, [file]))
-        elif is_bin_file(file):
-            # Whatever `weights_only` says: no pickle is executed.
-            loaded.update(state_of(file))
-        else:
-            loaded.update(load_state_dict(file, disable_mmap=load_config.disable_mmap))
+    name = load_config.pretrained_model_name_or_path or ", ".join(files)
+
+    def attempt() -> dict[str, Any]:
+        before = state_of(files)
+        loaded: dict[str, Any] = {}
+        for file in files:
+            # One by one: of a name in two files, transformers takes the last.
+            loaded.update(_open_file(file, load_config))
+        if state_of(files) != before:
+            # Each may be of another checkpoint: those that were there all the time were there together.
+            raise CheckpointError(f"'{name}' was replaced while it was being opened; load it again")
+        return loaded
+
+    loaded = until_unchanged(attempt, lambda: state_of(files), name)
     return {name: _lazy(tensor) for name, tensor in loaded.items()}
+
+
+def _open_file(file: str, load_config: Any) -> Mapping[str, Any]:
+    if file.endswith(".safetensors"):
+        return open_files(load_config.pretrained_model_name_or_path or file, [file])
+    if is_bin_file(file):
+        # Whatever `weights_only` says: no pickle is executed.
+        return bin_state(file)
+    loaded: Mapping[str, Any] = load_state_dict(file, disable_mmap=load_config.disable_mmap)
+    return loaded
 
 
 def _lazy(entry: Any) -> Any:

@@ -64,4 +64,6 @@ def _stream_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     prefix, header = encode_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     shard = ShardFile(path.name, prefix, header)
     files = CheckpointFiles((shard,), {}, entry=path.name, family=re.compile(re.escape(path.name)))
-    write_files(Staging(path.parent, file=path.name), files, tensors, buffer_size=_buffer_size.get(), progress=False)
+    # The folder is scratch space: nobody looks for it after a loss of power.
+    staging = Staging(path.parent, file=path.name, durable=False)
+    write_files(staging, files, tensors, buffer_size=_buffer_size.get(), progress=False)

@@ -36,6 +36,7 @@ def save_pretrained(
     save_directory: str | os.PathLike[str],
     *args: Any,
     layout: AnyLayout | None = None,
+    durable: bool | None = None,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
     **kwargs: Any,
@@ -53,6 +54,8 @@ def save_pretrained(
         layout: Maps the tensors that transformers would save to those to save; often the inverse of the layout that the
             model was loaded with, which is the default if the model knows that one (from a `StreamingMixin` or from an
             Auto class of hf_stream).
+        durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
+            the environment has HF_STREAM_DURABLE=0.
         buffer_size: Bytes in flight, at most.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -70,9 +73,12 @@ def save_pretrained(
     if peft is not None and isinstance(model, peft.PeftModel):
         from hf_stream.integrations.peft import save_adapters
 
-        save_adapters(model, save_directory, *args, buffer_size=buffer_size, progress=progress, **kwargs)
+        save_adapters(
+            model, save_directory, *args, durable=durable, buffer_size=buffer_size, progress=progress, **kwargs
+        )
         return
-    with streamed_saves(), asking(Request(saved_through=layout, buffer_size=buffer_size, progress=progress)):
+    request = Request(saved_through=layout, durable=durable, buffer_size=buffer_size, progress=progress)
+    with streamed_saves(), asking(request):
         model.save_pretrained(save_directory, *args, **kwargs)
 
 
@@ -91,6 +97,7 @@ def stream_save(
     save_original_format: bool = True,
     distributed_checkpoint: bool = False,
     *,
+    durable: bool | None = None,
     buffer_size: int | None = None,
     progress: bool | Progress | None = None,
     **kwargs: Any,
@@ -120,7 +127,7 @@ def stream_save(
         # Transformers takes out of it what it has saved.
         state_dict = dict(state_dict)
     quantized = getattr(model, "hf_quantizer", None) is not None
-    staging = Staging(save_directory)
+    staging = Staging(save_directory, durable=request.durable if durable is None else durable)
     try:
         with pushed(model, save_directory, token=token, **kwargs) if push_to_hub else nullcontext():
             with asking(None), no_bars(), collector_paused(), little_work_per_key():

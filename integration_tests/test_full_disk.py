@@ -89,14 +89,15 @@ def test_a_disk_that_fills_up_keeps_finished_shards_until_there_is_room(small_di
     with pytest.raises(KeyboardInterrupt):
         hf_stream.convert(tmp_path / "a", small_disk / "b", max_shard_size=MIB, progress=Stop())
     ballast = small_disk / "ballast"
-    ballast.write_bytes(bytes(5 * MIB))
+    ballast.write_bytes(bytes(free(small_disk) - MIB // 2))
     with pytest.raises(CheckpointError, match="No space left"):
         hf_stream.convert(tmp_path / "a", small_disk / "b", max_shard_size=MIB, progress=NoData())
-    (kept,) = (small_disk / ".b.hf-stream/files").iterdir()
-    inode = kept.stat().st_ino
+    # How many shards were whole when the interrupt came is up to the threads; never all four.
+    kept = {path.name: path.stat().st_ino for path in (small_disk / ".b.hf-stream/files").iterdir()}
+    assert 1 <= len(kept) <= 3
     ballast.unlink()
     hf_stream.convert(tmp_path / "a", small_disk / "b", max_shard_size=MIB)
-    assert (small_disk / "b" / kept.name).stat().st_ino == inode
+    assert {name: (small_disk / "b" / name).stat().st_ino for name in kept} == kept
     assert not hf_stream.verify(tensors(4), small_disk / "b")
 
 

@@ -152,7 +152,8 @@ def test_a_save_killed_at_any_change_never_leaves_a_mixture(
         assert not (directory / ".hf-stream").exists()
         outcomes.append(loaded)
     assert outcomes[0] == {1.0}
-    assert None in outcomes
+    in_one_step = before == after == 10**9  # one file in the place of one file
+    assert (None in outcomes) == (not in_one_step)
     assert outcomes[-1] == {2.0}
 
 

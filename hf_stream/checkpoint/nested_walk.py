@@ -45,7 +45,7 @@ def first_difference(a: Any, b: Any) -> str | None:
                     return f"'{path_of(leaf)}' {fact}"
         if (type(there) in _CONTAINERS) != (type(here) in _CONTAINERS):
             return f"'{path_of(keys_of(way))}' is another one"
-        todo.extend((Way(way, key), depth + 1, value, ours[key]) for key, value in theirs.items() if key in ours)
+        todo.extend((Way(way, key), depth + 1, theirs[key], ours[key]) for key in reversed(theirs) if key in ours)
     return None
 
 
@@ -66,7 +66,7 @@ def _first_leaf(way: Way | None, state: Any) -> Keys | None:
             return keys_of(way)
         if id(value) not in seen:
             seen.add(id(value))
-            todo.extend((Way(way, key), item) for key, item in _items(value))
+            todo.extend((Way(way, key), item) for key, item in reversed([*_items(value)]))
     return None
 
 

@@ -100,7 +100,7 @@ class CheckpointFiles:
         stale = family(pattern, index)
         if not split.is_sharded:
             return cls(tuple(shards), {}, single, stale)
-        content = encode_index(split.tensor_to_filename, {**(index_metadata or {}), "total_size": split.total_size})
+        content = encode_index(split.tensor_to_filename, {**(index_metadata or {}), **split.metadata})
         return cls(tuple(shards), {index: content}, index, stale)
 
     @property

@@ -7,7 +7,6 @@ from hf_stream.formats.safetensors import Header, TensorInfo, encode_header, hea
 from hf_stream.formats.shards import (
     SAFE_WEIGHTS,
     SAFE_WEIGHTS_INDEX,
-    ShardSplit,
     add_variant,
     is_weight_file,
     parse_size,
@@ -19,7 +18,6 @@ __all__ = [
     "SAFE_WEIGHTS",
     "SAFE_WEIGHTS_INDEX",
     "Header",
-    "ShardSplit",
     "TensorInfo",
     "WeightIndex",
     "add_variant",

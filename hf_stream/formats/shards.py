@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 from typing import Final
+
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 
 from hf_stream.errors import FormatError
 
@@ -16,27 +17,6 @@ _WEIGHTS: Final = re.compile(
     r".*(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|npz)|\.index(\.[^.]+)?\.json)", re.DOTALL
 )
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-@dataclass(frozen=True)
-class ShardSplit:
-    """Which tensors go into which file.
-
-    Attributes:
-        filename_to_tensors: Names of the tensors of each file, in the order in which they were given; tensors that
-            share a storage with an earlier one come last.
-        tensor_to_filename: The same the other way round: the weight map of the index.
-        total_size: Bytes of all tensors, each shared storage counted once.
-    """
-
-    filename_to_tensors: dict[str, list[str]]
-    tensor_to_filename: dict[str, str]
-    total_size: int
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether there are several files, which need an index."""
-        return len(self.filename_to_tensors) > 1
 
 
 def is_weight_file(file_name: str) -> bool:
@@ -79,8 +59,8 @@ def split_into_shards(
     max_shard_size: int | str,
     pattern: str = "model{suffix}.safetensors",
     groups: Mapping[str, Hashable] | None = None,
-) -> ShardSplit:
-    """Fill shards with tensors in the order given, as `huggingface_hub.split_torch_state_dict_into_shards` does.
+) -> StateDictSplit:
+    """Fill shards with tensors in the order given, as huggingface_hub does it.
 
     A shard is closed when the next tensor would make it larger than `max_shard_size`; none is reopened. A tensor larger
     than that gets a shard of its own. A single shard has no number in its name, and no tensors make no shard.
@@ -98,37 +78,19 @@ def split_into_shards(
     if "{suffix}" not in pattern:
         raise FormatError(f"pattern '{pattern}' gives all shards one name. Put '{{suffix}}' where their number goes.")
     limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-    alone, followers = _leaders(sizes, groups or {})
-
-    shards: list[list[str]] = []
-    shard_of: dict[str, list[str]] = {}
-    current: list[str] = []
-    current_size = total_size = 0
-    for name in alone:
-        size = sizes[name]
-        total_size += size
-        if size > limit:
-            shard_of[name] = [name]
-            shards.append(shard_of[name])
-            continue
-        if current_size + size > limit:
-            shards.append(current)
-            current, current_size = [], 0
-        current.append(name)
-        current_size += size
-        shard_of[name] = current
-    if current:
-        shards.append(current)
+    # The library looks for each group in each shard: the time for that would grow with their product.
+    leaders, followers = _leaders(sizes, groups or {})
+    split = split_state_dict_into_shards_factory(
+        {name: sizes[name] for name in leaders},
+        get_storage_size=lambda size: size,
+        filename_pattern=pattern,
+        max_shard_size=limit,
+    )
     for leader, names in followers.items():
-        shard_of[leader].extend(names)
-
-    count = len(shards)
-    filename_to_tensors = {
-        pattern.format(suffix="" if count == 1 else f"-{number:05d}-of-{count:05d}"): names
-        for number, names in enumerate(shards, 1)
-    }
-    tensor_to_filename = {name: file_name for file_name, names in filename_to_tensors.items() for name in names}
-    return ShardSplit(filename_to_tensors, tensor_to_filename, total_size)
+        split.filename_to_tensors[split.tensor_to_filename[leader]].extend(names)
+    if followers:
+        split.tensor_to_filename = {name: file for file, names in split.filename_to_tensors.items() for name in names}
+    return split
 
 
 def _leaders(sizes: Mapping[str, int], groups: Mapping[str, Hashable]) -> tuple[list[str], dict[str, list[str]]]:

@@ -46,7 +46,7 @@ def test_split_is_that_of_huggingface_hub(
     got = split_into_shards(sizes, limit, pattern, groups)
     assert list(got.filename_to_tensors.items()) == list(wanted.filename_to_tensors.items())
     assert list(got.tensor_to_filename.items()) == list(wanted.tensor_to_filename.items())
-    assert got.total_size == wanted.metadata["total_size"]
+    assert got.metadata == wanted.metadata
     assert got.is_sharded == wanted.is_sharded
 
 

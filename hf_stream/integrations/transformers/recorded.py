@@ -115,12 +115,7 @@ class Recording:
             else:
                 sizes[name] = get_torch_storage_size(tensor)
                 groups[name] = get_torch_storage_id(tensor)
-        split = split_into_shards(sizes, max_shard_size, filename_pattern, groups)
-        return StateDictSplit(
-            metadata={"total_size": split.total_size},
-            filename_to_tensors=split.filename_to_tensors,
-            tensor_to_filename=split.tensor_to_filename,
-        )
+        return split_into_shards(sizes, max_shard_size, filename_pattern, groups)
 
     def write(
         self,

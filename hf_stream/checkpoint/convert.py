@@ -17,6 +17,7 @@ import torch
 
 from hf_stream.checkpoint.archives import close_archives, plan_archives
 from hf_stream.checkpoint.carried import carry, find_carried, left_behind, with_dtype
+from hf_stream.checkpoint.casting import check_dtype
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles, ShardFile
 from hf_stream.checkpoint.mapping import (
     SAFETENSORS,
@@ -32,6 +33,7 @@ from hf_stream.checkpoint.nested_conversion import Nesting, open_nesting
 from hf_stream.checkpoint.nested_structure import STATE_FILE
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.origin import ORIGIN, origin_metadata
+from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.checkpoint.torch_state import Key
@@ -133,9 +135,9 @@ def plan_conversion(
     skip_unreadable: bool = False,
 ) -> Conversion:
     """Work out what `convert` would do; reads headers only. Arguments and errors as there; by default a directory."""
-    file = _single_file(destination)
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"dtype= is {dtype!r} and no dtype; pass one of torch's, such as torch.bfloat16")
+    file = None if destination is None else _single_file(given_path(destination))
+    if dtype is not None:
+        check_dtype(dtype)
     of_weights = [
         what
         for what, value in (("key", key), ("layout", layout), ("dtype", dtype), ("format", format))
@@ -157,7 +159,7 @@ def plan_conversion(
         checkpoint = source
     else:
         if nested or (file and not of_weights):
-            nesting = open_nesting(Path(source), skip_unreadable=skip_unreadable)
+            nesting = open_nesting(given_path(source), skip_unreadable=skip_unreadable)
             if nesting is not None:
                 return _plan_nesting(nesting, file, max_shard_size)
         checkpoint = open_checkpoint(source, key=key, prefer_safetensors=False)
@@ -376,8 +378,7 @@ def _looks_pickled(destination: str | os.PathLike[str] | None) -> bool:
     return Path(path).suffix in _PICKLED and not path.endswith(os.sep) and not os.path.isdir(path)
 
 
-def _single_file(destination: str | os.PathLike[str] | None) -> str | None:
-    path = Path(destination or "")
+def _single_file(path: Path) -> str | None:
     return path.name if path.suffix == _SUFFIX else None
 
 

@@ -25,6 +25,7 @@ from hf_stream.checkpoint.nested_structure import (
 )
 from hf_stream.checkpoint.nested_walk import first_difference, load_state
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
+from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.recovery import check_settled
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging
@@ -89,7 +90,7 @@ def save_nested(
     >>> hf_stream.load_nested(path)
     {'state': {0: {'exp_avg': tensor([1., 1.])}}, 'betas': (0.9, 0.999)}
     """
-    target = Path(path)
+    target = given_path(path)
     single = target.suffix == _SUFFIX
     if single and max_shard_size is not None:
         raise CheckpointError(
@@ -140,7 +141,7 @@ def open_nested(path: str | os.PathLike[str], *, prefer_safetensors: bool = True
         FormatError: A header, an index, a structure or a pickle is not what its format says, or holds what is no data.
         CheckpointError: There is nothing to open, it is not whole, or it is no nested state.
     """
-    source, state = _find(Path(path), prefer_safetensors, skip_unreadable)
+    source, state = _find(given_path(path), prefer_safetensors, skip_unreadable)
     if state is not _OURS:
         return state
     checkpoint, tree = _open(source)
@@ -175,7 +176,7 @@ def load_nested(
         CheckpointError: There is nothing to open, it is not whole, or it is no nested state.
         CopyError: Reading failed.
     """
-    source, state = _find(Path(path), prefer_safetensors, skip_unreadable)
+    source, state = _find(given_path(path), prefer_safetensors, skip_unreadable)
     if state is not _OURS:
         return load_state(state, device, buffer_size=buffer_size, progress=progress)
     checkpoint, tree = _open(source)

@@ -12,6 +12,7 @@ from hf_stream.checkpoint.again import State, state_of, state_of_directory, unti
 from hf_stream.checkpoint.archives import ArchiveFile, find_archives
 from hf_stream.checkpoint.beside import first_change, open_beside
 from hf_stream.checkpoint.parts import find_parts, is_pattern, part_names
+from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.recovery import check_settled
 from hf_stream.checkpoint.state_files import open_file, open_file_as_state
 from hf_stream.checkpoint.torch_state import Key
@@ -203,7 +204,7 @@ def open_checkpoint(
         CheckpointError: There is nothing to open, a shard is missing, a shard lacks a tensor that the index says it
             has, two files hold one name, the key is missing or wrong, or the files are being replaced.
     """
-    path = Path(source)
+    path = given_path(source)
     try:
         return until_unchanged(lambda: _open(path, key, verify, prefer_safetensors), lambda: _state(path), path)
     except FileNotFoundError as error:

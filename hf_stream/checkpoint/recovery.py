@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hf_stream.checkpoint.folder import Folder
 from hf_stream.checkpoint.journal import JOURNAL_FILES, read_journal
+from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.replacement import Stage, stage_of
 from hf_stream.checkpoint.staging import FILES, GROWING, Staging, work_beside
 from hf_stream.checkpoint.work import LOCK, WORK_SUFFIX, WorkDirectory, refusal, remove_tree
@@ -46,7 +47,7 @@ def settle(directory: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: Another process is saving to the directory, or what is there was not left by us.
     """
-    if _pending(Path(directory), or_done=True):
+    if _pending(given_path(directory), or_done=True):
         Staging(directory).abandon()
 
 
@@ -66,7 +67,7 @@ def clean(directory: str | os.PathLike[str], *, force: bool = False) -> list[Pat
         CheckpointError: There is no such place, another process is saving there, a replacement cannot be completed, or
             something cannot be removed.
     """
-    place = Path(os.path.realpath(directory))
+    place = Path(os.path.realpath(given_path(directory)))
     if not (place if place.exists() else place.parent).is_dir():
         raise CheckpointError(f"'{directory}' is no directory and there is none to hold it; pass that of a checkpoint")
     try:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from hf_stream.checkpoint.folder import Folder
 from hf_stream.checkpoint.journal import JOURNAL, JOURNAL_FILES, Journal, Replacement, read_journal, write_journal
+from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.replacement import Stage, is_one_step, keep_changed, plan_replacement, replace, show, stage_of
 from hf_stream.checkpoint.work import WORK_SUFFIX, WorkDirectory, remove_tree
 from hf_stream.errors import CheckpointError, CopyError
@@ -64,7 +65,7 @@ class Staging:
         file: str | None = None,
         durable: bool | None = None,
     ) -> None:
-        self.directory = Path(os.path.realpath(directory))
+        self.directory = Path(os.path.realpath(given_path(directory)))
         self.completed = False
         self.finished: set[str] = set()
         self._durable = is_durable(durable)

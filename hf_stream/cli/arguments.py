@@ -11,7 +11,7 @@ import torch
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE
 from hf_stream.checkpoint.mapping import SAFETENSORS, TORCHSCRIPT
 from hf_stream.errors import FormatError
-from hf_stream.formats.dtypes import TORCH_DTYPES
+from hf_stream.formats.dtypes import CAST_TARGETS, TORCH_DTYPES
 from hf_stream.formats.shards import parse_size
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -21,12 +21,7 @@ _SHORT = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 def _floating_types() -> dict[str, torch.dtype]:
     """Words for a floating-point type: safetensors' names, torch's names, and the usual short ones."""
-    # Torch has no casts to float4.
-    found = {
-        name.lower(): dtype
-        for name, dtype in TORCH_DTYPES.items()
-        if dtype.is_floating_point and "float4" not in str(dtype)
-    }
+    found = {name.lower(): dtype for name, dtype in TORCH_DTYPES.items() if dtype in CAST_TARGETS}
     return found | {str(dtype).removeprefix("torch."): dtype for dtype in found.values()} | _SHORT
 
 

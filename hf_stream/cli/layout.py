@@ -14,6 +14,7 @@ import torch
 from hf_stream import layouts
 from hf_stream.checkpoint import AnyLayout, apply_layout
 from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of
+from hf_stream.checkpoint.paths import given_path
 from hf_stream.errors import HfStreamError, LayoutError
 from hf_stream.formats.regular_files import read_json_object
 from hf_stream.layouts.registry import takes_path
@@ -39,7 +40,7 @@ def chosen_layout(specs: Sequence[str], inverse: bool, source: str) -> AnyLayout
         if inverse:
             raise click.UsageError("--inverse undoes a layout: give --layout as well.", click.get_current_context())
         return None
-    config = _config_beside(Path(source))
+    config = _config_beside(given_path(source))
     steps = [(spec, _find(spec, config, source)) for spec in specs]
     if inverse:
         steps = [(spec, _inverse(spec, layout)) for spec, layout in reversed(steps)]

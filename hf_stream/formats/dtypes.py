@@ -37,3 +37,7 @@ BITS: Final[dict[str, int]] = {name: bits for name, bits, _ in _TABLE}
 RANK: Final[dict[str, int]] = {name: rank for rank, (name, _, _) in enumerate(_TABLE)}
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {name: dtype for name, _, dtype in _TABLE if dtype is not None}
 NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# Torch has no casts to float4, and e8m0 has neither signs nor anything between powers of two.
+CAST_TARGETS: Final[frozenset[torch.dtype]] = frozenset(
+    dtype for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point and name not in ("F4", "F8_E8M0")
+)

@@ -7,12 +7,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_stream.checkpoint import open_checkpoint
+from hf_stream.checkpoint.paths import given_path
 from hf_stream.errors import CheckpointError, LayoutError
 from hf_stream.formats.regular_files import read_json_object
 from hf_stream.lazy import LazyTensor
@@ -95,7 +95,7 @@ class LoraAdapter:
             self.name, tensors = "the adapter", source
         else:
             self.name = f"'{os.fspath(source)}'"
-            path = Path(source)
+            path = given_path(source)
             file = path / WEIGHTS_FILE if path.is_dir() else path
             if not file.exists():
                 raise CheckpointError(
@@ -199,7 +199,7 @@ def _read_config(config: object) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if isinstance(config, str | os.PathLike):
-        path = Path(config)
+        path = given_path(config)
         try:
             return read_json_object(path)
         except FileNotFoundError as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,9 @@ _STEP = 1 << 19
 _ANY = 128
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-_ACTIVATION_SCALE = ".activation_scale"
+# What belongs to the arithmetic in FP8 and not to a weight: scales of inputs, outputs, and cached keys and values.
+_OF_ACTIVATIONS = re.compile(r"(.*[._])?(activation|input|output|[qkv])_scale(_inv)?", re.DOTALL)
+_SUFFIXES = ("_scale_inv", "_scale")
 
 
 def dequantize_fp8_blocks(
@@ -33,7 +36,8 @@ def dequantize_fp8_blocks(
     Each element is multiplied by its block's scale in float32 and rounded once, to `dtype`: what transformers and
     DeepSeek's own code give, bit for bit. Weights [rows, cols] have scales [rows / 128, cols / 128], rounded up, and
     stacked experts [experts, rows, cols] have [experts, rows / 128, cols / 128]. A weight may have a single scale as
-    well. Scales are dropped, those of activations too; all other tensors pass through.
+    well, or one for each row [rows, 1]. Scales are dropped, also those of the same modules' activations
+    (`x.input_scale`); all other tensors pass through.
 
     Weights are read piece by piece, so that some 60 MB are held, however large they are. There is no inverse. `convert`
     takes the quantization out of config.json, so that what it writes loads as an ordinary model.
@@ -49,7 +53,8 @@ def dequantize_fp8_blocks(
     Args:
         block_size: Rows and columns of a block. None: the scales of each weight divide it evenly, as many as they are.
         dtype: What the weights become.
-        suffix: What the name of a scale has after the name of its weight.
+        suffix: What the name of a scale has after the name of its weight: "_scale" for compressed-tensors, fbgemm and
+            ModelOpt.
     """
     return DequantizeFp8Blocks(block_size, dtype, suffix)
 
@@ -77,32 +82,43 @@ class DequantizeFp8Blocks(Composable):
         Raises:
             LayoutError: A weight has no scale or a scale no weight, or their shapes do not go together.
         """
+        scaled = {name for name in tensors if name + self.suffix in tensors}
+        modules = {name.rpartition(".")[0] for name in scaled}
+        # Scales of cached keys and values are beside the projections.
+        modules |= {name.rpartition(".")[0] for name in modules}
         results = {}
         for name, tensor in tensors.items():
-            scale = tensors.get(name + self.suffix)
-            if name.endswith(self.suffix):
-                weight = name.removesuffix(self.suffix)
-                if weight not in tensors:
-                    raise LayoutError(f"'{name}' scales '{weight}', which is missing. Add it, or drop the scale.")
-            elif scale is not None:
+            if name in scaled:
                 try:
-                    results[name] = self._dequantized(tensor, scale)
+                    results[name] = self._dequantized(tensor, tensors[name + self.suffix])
                 except LayoutError as fact:
                     raise LayoutError(f"'{name}': {fact}") from None
             elif tensor.dtype in _FP8:
                 raise LayoutError(
-                    f"'{name}' is {tensor.dtype}, and its scale '{name}{self.suffix}' is missing. Add it."
+                    f"'{name}' is {tensor.dtype}, and its scale '{name}{self.suffix}' is missing. "
+                    f"{_remedy(name, tensors)}"
                 )
-            elif not name.endswith(_ACTIVATION_SCALE):
+            elif not self._is_scale(name, scaled, modules):
                 results[name] = tensor
         return results
+
+    def _is_scale(self, name: str, scaled: Set[str], modules: Set[str]) -> bool:
+        """Whether a tensor goes with the weights that it belongs to, and not on by itself as `logit_scale` does."""
+        weight = name.removesuffix(self.suffix)
+        if weight in scaled:
+            return weight != name
+        if name.rpartition(".")[0] in modules and _OF_ACTIVATIONS.fullmatch(name):
+            return True
+        if weight != name and (self.suffix == "_scale_inv" or weight.endswith("weight")):
+            raise LayoutError(f"'{name}' scales '{weight}', which is missing. Add it, or drop the scale.")
+        return False
 
     def new_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config without quantization, and so the configs in it."""
         return {
             key: self.new_config(entry) if key.endswith("_config") and isinstance(entry, Mapping) else entry
             for key, entry in config.items()
-            if key != "quantization_config"
+            if key not in ("quantization_config", "compression_config")
         }
 
     def _dequantized(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -138,6 +154,8 @@ class DequantizeFp8Blocks(Composable):
         if scale.numel() == 1:
             scale = scale.reshape(1, 1).expand(*(-(-extent // _ANY) for extent in weight.shape))
             return scale, (_ANY, _ANY)
+        if tuple(scale.shape) == (weight.shape[0], 1):
+            return scale, (1, weight.shape[1])
         if self.block_size is not None:
             counts = tuple(-(-extent // block) for extent, block in zip(weight.shape, self.block_size, strict=True))
             if tuple(scale.shape) != counts:
@@ -165,15 +183,33 @@ class _Scaled:
         # Powers of two are stored as bytes, their exponents plus 127.
         exponents = scale.dtype == torch.uint8
         scale = (scale.to(torch.float32) - 127).exp2() if exponents else scale.to(torch.float32)
-        step = min(self.rows, max(1, _STEP // max(1, weight.shape[1])))
-        for block, factors in enumerate(scale):
-            # One factor for each column.
-            factors = factors.repeat_interleave(self.cols)[: weight.shape[1]]
-            end = min((block + 1) * self.rows, weight.shape[0])
+        step = max(1, _STEP // max(1, weight.shape[1]))
+        blocks = max(1, step // self.rows)
+        for block in range(0, scale.shape[0], blocks):
+            # A factor for each column, and for each row where there are several blocks of them.
+            factors = scale[block : block + blocks].repeat_interleave(self.cols, 1)[:, : weight.shape[1]]
+            if blocks > 1:
+                factors = factors.repeat_interleave(self.rows, 0)
+            end = min((block + blocks) * self.rows, weight.shape[0])
             for start in range(block * self.rows, end, step):
                 stop = min(start + step, end)
-                out[start:stop] = weight[start:stop].to(torch.float32).mul_(factors)
+                out[start:stop] = weight[start:stop].to(torch.float32).mul_(factors[: stop - start])
         return out
+
+
+def _remedy(name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """What to do about a weight without a scale of the right name."""
+    for suffix in _SUFFIXES:
+        if name + suffix in tensors:
+            return f"Pass suffix='{suffix}': there is '{name}{suffix}'."
+    module = name.rpartition(".")[0]
+    for scale in ("scale", "qscale_weight"):
+        if f"{module}.{scale}" in tensors:
+            return (
+                f"There is '{module}.{scale}'; rename it first: "
+                f"Layout([Rename('{{x:+}}.{scale}', '{{x}}.weight_scale_inv')]) | dequantize_fp8_blocks()."
+            )
+    return "Add it."
 
 
 def _no_grid(weight: torch.Tensor, scale: torch.Tensor, want: str) -> str:

@@ -22,9 +22,15 @@ from hf_stream.layouts.meta_llama import meta_llama
 from hf_stream.layouts.metaseq_opt import metaseq_opt
 from hf_stream.layouts.packed_gate_up import packed_gate_up
 from hf_stream.layouts.packed_qkv import packed_qkv
-from hf_stream.layouts.sizes import quantized_blocks
+from hf_stream.layouts.sizes import fp8_scales
 from hf_stream.layouts.stacked_experts import stacked_experts
 from hf_stream.layouts.swift_transformer import swift_transformer
+
+
+def _dequantize_fp8_blocks(config: object) -> TwoWay:
+    block_size, suffix = fp8_scales(config)
+    return dequantize_fp8_blocks(block_size, suffix=suffix)
+
 
 _READY_MADE: dict[str, tuple[str, Callable[[Any], TwoWay]]] = {
     "packed-qkv": (
@@ -57,7 +63,7 @@ _READY_MADE: dict[str, tuple[str, Callable[[Any], TwoWay]]] = {
     ),
     "dequantize-fp8-blocks": (
         "FP8 weights times the scales of their blocks, as bfloat16 (DeepSeek)",
-        lambda config: dequantize_fp8_blocks(quantized_blocks(config)),
+        _dequantize_fp8_blocks,
     ),
     "metaseq-opt": (
         "OPT of metaseq, one file or parts, as transformers has it",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hf_stream.errors import LayoutError
 
 _BLOCKS = (128, 128)
+# Methods that call a scale `weight_scale`, and not `weight_scale_inv`.
+_SCALES_OF_OTHERS = ("compressed-tensors", "fbgemm_fp8", "modelopt")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 
@@ -66,19 +68,35 @@ def parts_with_heads(config: object) -> list[str]:
     return [name for name, part in entries.items() if name.endswith("_config") and config_size(part, *_HEADS)]
 
 
-def quantized_blocks(config: object) -> tuple[int, int] | None:
-    """Rows and columns of the blocks that the config's `quantization_config` gives; None where a scale is for a weight.
+def fp8_scales(config: object) -> tuple[tuple[int, int] | None, str]:
+    """What the config's `quantization_config` says of the scales of FP8 weights.
 
-    >>> quantized_blocks({"quantization_config": {"weight_block_size": [64, 128]}})
-    (64, 128)
+    >>> fp8_scales({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 128]}})
+    ((64, 128), '_scale_inv')
+    >>> fp8_scales({"quantization_config": {"quant_method": "compressed-tensors"}})
+    ((128, 128), '_scale')
+
+    Returns:
+        Rows and columns of a block (None: of any size), and what a scale's name has after its weight's.
     """
     for part in (config, _get(config, "text_config")):
-        quantization = _get(part, "quantization_config")
+        quantization = _get(part, "quantization_config") or _get(part, "compression_config")
         if quantization is not None:
             content = quantization if isinstance(quantization, Mapping) else vars(quantization)
-            size = content.get("weight_block_size", _BLOCKS)
-            return (size[0], size[1]) if size else None
-    return _BLOCKS
+            size = _block_structure(content) or content.get("weight_block_size", _BLOCKS)
+            suffix = "_scale" if content.get("quant_method") in _SCALES_OF_OTHERS else "_scale_inv"
+            return (size[0], size[1]) if size else None, suffix
+    return _BLOCKS, "_scale_inv"
+
+
+def _block_structure(quantization: Mapping[str, object]) -> Sequence[int] | None:
+    """The blocks of compressed-tensors, which has them in the first group of layers that is in blocks."""
+    groups = quantization.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        size = _get(_get(group, "weights"), "block_structure")
+        if isinstance(size, (list, tuple)) and len(size) == 2:
+            return size
+    return None
 
 
 def _get(config: object, name: str) -> object:

@@ -16,7 +16,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import hf_stream
 from hf_stream import LayoutError
-from hf_stream.layouts import Layout, Rename, dequantize_fp8_blocks, from_transformers
+from hf_stream.layouts import Layout, Rename, dequantize_fp8_blocks, from_transformers, get
 from hf_stream.lazy import LazyTensor, working_set
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -62,7 +62,9 @@ def dequantized(weight: torch.Tensor, scale: torch.Tensor, *args: Any, **kwargs:
         ((64, 96), (1, 1)),
         ((256, 512), ()),
         ((256, 512), (1,)),
+        ((300, 65), (300, 1)),
         ((4, 256, 128), (4, 2, 1)),
+        ((4, 256, 128), (4, 256, 1)),
         ((4, 256, 128), (4,)),
         ((4, 256, 128), (4, 1, 1)),
         ((0, 128), (0, 1)),
@@ -150,6 +152,63 @@ def test_scales_may_have_other_names() -> None:
     )
 
 
+def _compressed(prefix: str = "model.layers.0.") -> dict[str, torch.Tensor]:
+    """A layer as compressed-tensors and ModelOpt ship it, with scales of all that is not a weight too."""
+    attention = prefix + "self_attn"
+    return {
+        "logit_scale": torch.ones(()),
+        prefix + "layer_scale": torch.ones(8),
+        attention + ".q_proj.weight": random_fp8((6, 8)),
+        attention + ".q_proj.weight_scale": random_scales((6, 1)),
+        attention + ".q_proj.input_scale": torch.ones(1),
+        attention + ".k_proj.weight": random_fp8((4, 8), seed=3),
+        attention + ".k_proj.weight_scale": random_scales((1,)),
+        attention + ".k_proj.output_scale": torch.ones(1),
+        attention + ".k_scale": torch.ones(1),
+        attention + ".v_scale": torch.ones(1),
+        attention + ".o_proj.weight": torch.randn(8, 6),
+        "head.input_scale": torch.ones(3),
+        "head.weight": torch.randn(3, 8),
+    }
+
+
+def test_scales_of_compressed_tensors_go_and_other_scales_stay() -> None:
+    tensors = _compressed()
+    result = dequantize_fp8_blocks(suffix="_scale")(tensors)
+    layer = "model.layers.0."
+    weights = [f"{layer}self_attn.{name}_proj.weight" for name in "qk"]
+    kept = ["logit_scale", layer + "layer_scale", layer + "self_attn.o_proj.weight", "head.input_scale", "head.weight"]
+    assert sorted(result) == sorted([*weights, *kept])
+    assert all(result[name] is tensors[name] for name in kept)
+    for name in weights:
+        # As transformers' CompressedTensorsDequantize computes it.
+        want = (tensors[name].float() * tensors[name + "_scale"].float()).to(torch.bfloat16)
+        assert same_bits(result[name], want)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "fbgemm_fp8"},
+    ],
+)
+def test_by_its_name_the_layout_takes_the_scales_of_the_config(quantization: dict[str, Any]) -> None:
+    layout = get("dequantize-fp8-blocks", {"quantization_config": quantization})
+    assert list(layout(_compressed())) == list(dequantize_fp8_blocks(suffix="_scale")(_compressed()))
+
+
+def test_the_blocks_of_compressed_tensors_are_in_its_groups() -> None:
+    group = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 2]}}
+    settings = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    weight, scale = random_fp8((6, 8)), random_scales((2, 4))
+    layout = get("dequantize-fp8-blocks", {"compression_config": settings, "x": 1})
+    want = as_deepseek(weight, scale, (4, 2), torch.bfloat16)
+    assert same_bits(layout({"w.weight": weight, "w.weight_scale": scale})["w.weight"], want)
+    assert layout.new_config({"compression_config": settings, "x": 1}) == {"x": 1}  # type: ignore[attr-defined]
+
+
 WEIGHT = torch.zeros(256, 200, dtype=torch.float8_e4m3fn)
 
 
@@ -157,7 +216,27 @@ WEIGHT = torch.zeros(256, 200, dtype=torch.float8_e4m3fn)
     ("tensors", "options", "message"),
     [
         ({"x": WEIGHT}, {}, r"'x' is torch.float8_e4m3fn, and its scale 'x_scale_inv' is missing"),
+        (
+            {"x.weight": WEIGHT, "x.weight_scale": torch.ones(1)},
+            {},
+            r"its scale 'x.weight_scale_inv' is missing. Pass suffix='_scale': there is 'x.weight_scale'",
+        ),
+        (
+            {"x.weight": WEIGHT, "x.weight_scale_inv": torch.ones(1)},
+            {"suffix": "_scale"},
+            r"its scale 'x.weight_scale' is missing. Pass suffix='_scale_inv': there is 'x.weight_scale_inv'",
+        ),
+        (
+            {"x.weight": WEIGHT, "x.scale": torch.ones(1)},
+            {},
+            r"There is 'x.scale'; rename it first: Layout.*scale_inv.*\| dequantize_fp8_blocks\(\)",
+        ),
         ({"x_scale_inv": torch.ones(2, 2)}, {}, "'x_scale_inv' scales 'x', which is missing"),
+        (
+            {"x.weight_packed": torch.ones(2, 2, dtype=torch.int32), "x.weight_scale": torch.ones(2, 2)},
+            {"suffix": "_scale"},
+            "'x.weight_scale' scales 'x.weight', which is missing",
+        ),
         (
             {"x": WEIGHT, "x_scale_inv": torch.ones(2, 3)},
             {},

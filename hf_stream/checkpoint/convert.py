@@ -9,7 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from hf_stream.checkpoint.mapping import (
     TORCHSCRIPT,
     AnyLayout,
     FileFormat,
-    apply_layout,
     check_files,
     config_after,
     file_format_of,
+    map_tensors,
 )
+from hf_stream.checkpoint.matches import Matches
 from hf_stream.checkpoint.nested_conversion import Nesting, open_nesting
 from hf_stream.checkpoint.nested_structure import STATE_FILE
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
@@ -71,6 +72,7 @@ class Conversion:
         dtype: What floating-point tensors become, or None.
         file: The name of the one file that is to be written, or None for a directory.
         layout: What made the tensors of the source's, or None.
+        matches: How many tensors each rule of the layout has found.
         nested: Whether the whole of a nesting is written, as `save_nested` would.
         format: Of the weight files.
     """
@@ -84,6 +86,7 @@ class Conversion:
     layout: AnyLayout | None = None
     format: FileFormat = SAFETENSORS
     nested: bool = False
+    matches: Matches = field(default_factory=Matches)
 
     @property
     def directory(self) -> Path:
@@ -134,7 +137,10 @@ def plan_conversion(
     nested: bool = False,
     skip_unreadable: bool = False,
 ) -> Conversion:
-    """Work out what `convert` would do; reads headers only. Arguments and errors as there; by default a directory."""
+    """Work out what `convert` would do; reads headers only. Arguments and errors as there; by default a directory.
+
+    What each rule of the layout has found is in `matches`; a rule that has found nothing is no error yet.
+    """
     file = None if destination is None else _single_file(given_path(destination))
     if dtype is not None:
         check_dtype(dtype)
@@ -164,7 +170,7 @@ def plan_conversion(
                 return _plan_nesting(nesting, file, max_shard_size)
         checkpoint = open_checkpoint(source, key=key, prefer_safetensors=False)
     with collector_paused():
-        tensors = apply_layout(layout, checkpoint)
+        tensors, matches = map_tensors(layout, checkpoint)
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         if format == TORCHSCRIPT:
@@ -179,7 +185,7 @@ def plan_conversion(
                 pattern=DEFAULT_PATTERN if file is None else shard_pattern(file),
             )
         )
-    conversion = Conversion(checkpoint, tensors, files, (), dtype, file, layout, format)
+    conversion = Conversion(checkpoint, tensors, files, (), dtype, file, layout, format, matches=matches)
     if checkpoint.location.is_dir() or checkpoint.path.suffix == _INDEX_SUFFIX:  # who names one file means one file
         conversion = dataclasses.replace(
             conversion, carried=tuple(find_carried(conversion.directory, same_layout=layout is None))
@@ -217,6 +223,7 @@ def convert(
     format: FileFormat | None = None,
     nested: bool = False,
     skip_unreadable: bool = False,
+    strict: bool = False,
     resume: bool = True,
     verify: bool = False,
     durable: bool | None = None,
@@ -246,6 +253,7 @@ def convert(
             for `swift_transformer` and "safetensors" for all others.
         nested: Whether to write all that a file of torch.save or of OLMo holds into a directory as well.
         skip_unreadable: Whether to leave out what OLMo pickled and is no plain value, as `open_nested` does.
+        strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         resume: Whether to take up a run that was cut short, if it was to write the very same: shards that it finished
             are kept. Without it, and after any change of the source or the layout, everything is written anew.
         verify: Whether to read both sides once more, the new files from the disk, and compare them bit for bit before
@@ -278,6 +286,7 @@ def convert(
     run_conversion(
         conversion,
         destination,
+        strict=strict,
         resume=resume,
         verify=verify,
         durable=durable,
@@ -291,6 +300,7 @@ def run_conversion(
     conversion: Conversion,
     destination: str | os.PathLike[str],
     *,
+    strict: bool = False,
     resume: bool = True,
     verify: bool = False,
     durable: bool | None = None,
@@ -307,6 +317,7 @@ def run_conversion(
         raise CheckpointError(f"'{target}': no tensors are left to write; use a layout that keeps some")
     directory = target if file is None else target.parent
     _check_apart(conversion.source, directory, file)
+    conversion.matches.report(strict=strict)
     _warn_of_others(conversion)
     staging = Staging(directory, conversion.fingerprint() if resume else None, file=file, durable=durable)
     keep = resume

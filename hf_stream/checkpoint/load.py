@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.copying.region import Region
@@ -21,6 +22,7 @@ def load_into(
     module: nn.Module,
     tensors: Mapping[str, torch.Tensor],
     *,
+    layout: AnyLayout | None = None,
     strict: bool = True,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
@@ -35,8 +37,9 @@ def load_into(
 
     Args:
         module: The module to fill.
-        tensors: Name -> lazy or real tensor, of the module's names.
-        strict: Whether missing and unexpected names are errors.
+        tensors: Name -> lazy or real tensor, of the module's names, or of those that the layout makes these of.
+        layout: Applied to the tensors first.
+        strict: Whether missing and unexpected names are errors, and rules of the layout that find nothing.
         buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -44,9 +47,10 @@ def load_into(
         `missing_keys` and `unexpected_keys`, as `Module.load_state_dict` does.
 
     Raises:
-        CheckpointError: Names or shapes do not fit; nothing has been changed then.
+        CheckpointError, LayoutError: Names or shapes do not fit; nothing has been changed then.
         CopyError: Reading failed; the module may be filled in part.
     """
+    tensors = apply_layout(layout, tensors, strict=strict)
     targets = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     names_of: dict[Hashable, list[str]] = {}
     for name, target in targets.items():

@@ -80,6 +80,7 @@ def verify(
     b: str | os.PathLike[str] | Mapping[str, torch.Tensor],
     *,
     layout: AnyLayout | None = None,
+    strict: bool = False,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Differences:
@@ -89,6 +90,7 @@ def verify(
         a: What `open_checkpoint` takes, or named tensors.
         b: Likewise.
         layout: Applied to `a` before comparing.
+        strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         buffer_size: Bytes of both sides held at a time, at most; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -98,7 +100,7 @@ def verify(
     first: Mapping[str, torch.Tensor] = a if isinstance(a, Mapping) else open_checkpoint(a, prefer_safetensors=False)
     second: Mapping[str, torch.Tensor] = b if isinstance(b, Mapping) else open_checkpoint(b, prefer_safetensors=False)
     if layout is not None:
-        first = apply_layout(layout, first)
+        first = apply_layout(layout, first, strict=strict)
     found = Differences(
         missing=[name for name in first if name not in second], extra=[name for name in second if name not in first]
     )

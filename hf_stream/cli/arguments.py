@@ -66,7 +66,7 @@ quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress and
 
 
 def layout_options(command: Command) -> Command:
-    """Add `--layout` and `--inverse`, for `chosen_layout`."""
+    """Add `--layout` and `--inverse`, for `chosen_layout`, and `--allow-unmatched`, for `refuse_unmatched`."""
     layout = click.option(
         "--layout",
         "-l",
@@ -78,7 +78,10 @@ def layout_options(command: Command) -> Command:
         "left to right.",
     )
     inverse = click.option("--inverse", is_flag=True, help="Go the other way: the whole of --layout undone.")
-    return layout(inverse(command))
+    allow_unmatched = click.option(
+        "--allow-unmatched", is_flag=True, help="Go on, with a warning, when a rule of --layout finds no tensor."
+    )
+    return layout(inverse(allow_unmatched(command)))
 
 
 def output_options(command: Command) -> Command:

@@ -21,7 +21,7 @@ from hf_stream.cli.arguments import (
     quiet_option,
     source_argument,
 )
-from hf_stream.cli.layout import chosen_layout
+from hf_stream.cli.layout import chosen_layout, refuse_unmatched
 from hf_stream.cli.program import say
 from hf_stream.cli.text import count, size
 
@@ -57,6 +57,7 @@ def convert(
     key: str | None,
     specs: tuple[str, ...],
     inverse: bool,
+    allow_unmatched: bool,
     dtype: torch.dtype | None,
     max_shard_size: int | None,
     file_format: FileFormat | None,
@@ -89,6 +90,7 @@ def convert(
         nested=nested,
         skip_unreadable=skip_unreadable,
     )
+    refuse_unmatched(conversion.matches, allow_unmatched)
     if conversion.file and max_shard_size:
         raise click.UsageError(
             f"--max-shard-size splits into several files, but DST '{destination}' is one; give a directory.",

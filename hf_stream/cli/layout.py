@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import click
 import torch
 
 from hf_stream import layouts
-from hf_stream.checkpoint import AnyLayout, apply_layout
-from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of
+from hf_stream.checkpoint import AnyLayout
+from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of, map_tensors
+from hf_stream.checkpoint.matches import Matches
 from hf_stream.checkpoint.paths import given_path
 from hf_stream.errors import HfStreamError, LayoutError
 from hf_stream.formats.regular_files import read_json_object
@@ -48,6 +49,17 @@ def chosen_layout(specs: Sequence[str], inverse: bool, source: str) -> AnyLayout
     return _Steps(steps)
 
 
+def refuse_unmatched(matches: Matches, allow: bool) -> None:
+    """Fail where a rule has found nothing, unless that is allowed.
+
+    Raises:
+        LayoutError: A rule has found nothing.
+    """
+    problem = matches.problem()
+    if problem is not None and not allow:
+        raise LayoutError(f"{problem} --allow-unmatched goes on with a warning.")
+
+
 @dataclass(frozen=True)
 class _Steps:
     """Layouts one after the other, each with the word that stands for it."""
@@ -55,9 +67,15 @@ class _Steps:
     steps: Sequence[tuple[str, AnyLayout]]
 
     def __call__(self, tensors: Tensors) -> Tensors:
+        return self.with_matches(tensors)[0]
+
+    def with_matches(self, tensors: Tensors) -> tuple[Tensors, Matches]:
+        matches = Matches()
         for spec, step in self.steps:
-            tensors = _apply(spec, step, tensors)
-        return tensors
+            tensors, found = _apply(spec, step, tensors)
+            rules = tuple(replace(entry, rule=f"{spec}: {entry.rule}") for entry in found.rules)
+            matches = matches.then(replace(found, rules=rules))
+        return tensors, matches
 
     def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         for _, step in self.steps:
@@ -110,9 +128,9 @@ def _inverse(spec: str, layout: AnyLayout) -> AnyLayout:
     return inverse
 
 
-def _apply(spec: str, layout: AnyLayout, tensors: Tensors) -> Tensors:
+def _apply(spec: str, layout: AnyLayout, tensors: Tensors) -> tuple[Tensors, Matches]:
     try:
-        return apply_layout(layout, tensors)
+        return map_tensors(layout, tensors)
     except (Exception, SystemExit) as error:
         if _is_file(spec) or isinstance(error, HfStreamError):
             raise _failure(spec, error) from error

@@ -20,8 +20,10 @@ from hf_stream.cli.arguments import (
     output_options,
     source_argument,
 )
-from hf_stream.cli.layout import chosen_layout
-from hf_stream.cli.text import count, size, table
+from hf_stream.cli.layout import chosen_layout, refuse_unmatched
+from hf_stream.cli.text import count, shortened, size, table
+
+_RULE_WIDTH = 88
 
 
 @click.command()
@@ -36,6 +38,7 @@ def plan(
     key: str | None,
     specs: tuple[str, ...],
     inverse: bool,
+    allow_unmatched: bool,
     dtype: torch.dtype | None,
     max_shard_size: int | None,
     file_format: FileFormat | None,
@@ -43,7 +46,7 @@ def plan(
     skip_unreadable: bool,
     as_json: bool,
 ) -> None:
-    """Show what `convert` with the same options would read and write.
+    """Show what `convert` with the same options would read and write, and how many tensors each rule takes.
 
     Reads headers only. With --json, the tensors that each file would hold are listed as well.
     """
@@ -58,6 +61,7 @@ def plan(
         skip_unreadable=skip_unreadable,
     )
     click.echo(_as_json(conversion) if as_json else _as_text(conversion))
+    refuse_unmatched(conversion.matches, allow_unmatched)
 
 
 def _as_text(conversion: Conversion) -> str:
@@ -71,7 +75,11 @@ def _as_text(conversion: Conversion) -> str:
         f"reads {size(sum(reads.values()))}, writes {tensors} in {size(files.nbytes)}, "
         f"needs at most {size(conversion.peak_nbytes())} of memory"
     )
-    return table(("what", "file", "tensors", "bytes"), rows, right=("tensors", "bytes")) + "\n" + total
+    tables = [table(("what", "file", "tensors", "bytes"), rows, right=("tensors", "bytes"))]
+    if conversion.matches.rules:
+        found = [(shortened(entry.rule, _RULE_WIDTH), f"{entry.tensors:,}") for entry in conversion.matches.rules]
+        tables.insert(0, table(("rule", "tensors"), found, right=("tensors",)))
+    return "\n".join([*tables, total])
 
 
 def _as_json(conversion: Conversion) -> str:
@@ -94,6 +102,7 @@ def _as_json(conversion: Conversion) -> str:
             "nbytes_read": sum(reads.values()),
             "nbytes_written": files.nbytes,
             "peak_nbytes": conversion.peak_nbytes(),
+            "rules": [{"rule": entry.rule, "tensors": entry.tensors} for entry in conversion.matches.rules],
             "read": [{"file": file, "nbytes": nbytes} for file, nbytes in reads.items()],
             "write": write,
             "carry": [{"file": name, "nbytes": nbytes} for name, nbytes in _carried(conversion)],

@@ -6,8 +6,9 @@ import click
 
 import hf_stream
 from hf_stream.checkpoint import Differences, open_checkpoint
+from hf_stream.checkpoint.mapping import map_tensors
 from hf_stream.cli.arguments import key_option, layout_options, quiet_option
-from hf_stream.cli.layout import chosen_layout
+from hf_stream.cli.layout import chosen_layout, refuse_unmatched
 from hf_stream.cli.program import DIFFERENT, say
 from hf_stream.cli.text import count, printable, size
 
@@ -18,7 +19,15 @@ from hf_stream.cli.text import count, printable, size
 @key_option
 @layout_options
 @quiet_option
-def verify(first: str, second: str, key: str | None, specs: tuple[str, ...], inverse: bool, quiet: bool) -> int:
+def verify(
+    first: str,
+    second: str,
+    key: str | None,
+    specs: tuple[str, ...],
+    inverse: bool,
+    allow_unmatched: bool,
+    quiet: bool,
+) -> int:
     """Compare checkpoints A and B: names, shapes, types and every bit.
 
     A line on stdout tells each difference. --key is that of A. --layout changes A before it is compared, so that A and
@@ -29,7 +38,10 @@ def verify(first: str, second: str, key: str | None, specs: tuple[str, ...], inv
         open_checkpoint(second, prefer_safetensors=False),
     )
     layout = chosen_layout(specs, inverse, first)
-    differences = hf_stream.verify(a, b, layout=layout, progress=False if quiet else None)
+    mapped, matches = map_tensors(layout, a)
+    refuse_unmatched(matches, allow_unmatched)
+    matches.report()
+    differences = hf_stream.verify(mapped, b, progress=False if quiet else None)
     if differences:
         click.echo(str(_printable(differences)))
     if not quiet:

@@ -1,6 +1,7 @@
 """Names and shapes, both ways: rules, `Layout`, and layouts ready made."""
 
 from hf_stream.checkpoint import AnyLayout
+from hf_stream.layouts.any_of import AnyOf
 from hf_stream.layouts.composable import Composable
 from hf_stream.layouts.dequantize_fp8_blocks import dequantize_fp8_blocks
 from hf_stream.layouts.from_transformers import from_transformers
@@ -21,6 +22,7 @@ from hf_stream.layouts.swift_transformer import swift_transformer
 
 __all__ = [
     "AnyLayout",
+    "AnyOf",
     "Apply",
     "Cast",
     "Composable",

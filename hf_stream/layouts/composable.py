@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of
+from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of, map_tensors
+from hf_stream.checkpoint.matches import Matches
 from hf_stream.errors import LayoutError
 
 
@@ -28,6 +29,10 @@ class Composable(ABC):
     @abstractmethod
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors in the new layout."""
+
+    def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], Matches]:
+        """The same, and what was found; for layouts that count, and leave it to the caller to warn."""
+        return self(tensors), Matches()
 
     @property
     def inverse(self) -> Composable:
@@ -68,8 +73,21 @@ def is_two_way(layout: object) -> TypeGuard[TwoWay]:
     return callable(layout) and hasattr(type(layout), "inverse")
 
 
+class Counting(Composable):
+    """A layout that counts what it finds, in its `with_matches`."""
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        results, matches = self.with_matches(tensors)
+        matches.report()
+        return dict(results)
+
+    @abstractmethod
+    def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], Matches]:
+        """The tensors in the new layout, and what was found."""
+
+
 @dataclass(frozen=True, repr=False)
-class Chain(Composable):
+class Chain(Counting):
     """Layouts one after the other."""
 
     links: tuple[TwoWay, ...]
@@ -81,10 +99,12 @@ class Chain(Composable):
             tuple(link for layout in layouts for link in (layout.links if isinstance(layout, Chain) else [layout]))
         )
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], Matches]:
+        matches = Matches()
         for link in self.links:
-            tensors = link(tensors)
-        return dict(tensors)
+            tensors, found = map_tensors(link, tensors)
+            matches = matches.then(found)
+        return tensors, matches
 
     @property
     def inverse(self) -> Chain:
@@ -109,24 +129,25 @@ class Chain(Composable):
 
 
 @dataclass(frozen=True, repr=False)
-class Scoped(Composable):
+class Scoped(Counting):
     """A layout on the names that begin with a prefix; the others pass through."""
 
     layout: Composable
     src_prefix: str
     dst_prefix: str
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], Matches]:
         part = {
             name.removeprefix(self.src_prefix): t for name, t in tensors.items() if name.startswith(self.src_prefix)
         }
         results = {name: t for name, t in tensors.items() if not name.startswith(self.src_prefix)}
-        for name, tensor in self.layout(part).items():
+        inside, matches = map_tensors(self.layout, part)
+        for name, tensor in inside.items():
             name = self.dst_prefix + name
             if name in results:
                 raise LayoutError(f"'{name}' comes out twice: {self!r} makes it, and it passes through unchanged.")
             results[name] = tensor
-        return results
+        return results, matches if part else Matches.of(matches.rules, tensors)
 
     def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return self.layout.new_config(config)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from hf_stream.checkpoint.matches import Matches, RuleMatches
 from hf_stream.errors import LayoutError
-from hf_stream.layouts.composable import Composable
+from hf_stream.layouts.composable import Composable, Counting
 from hf_stream.lazy import defer
 
 # Elements of a weight that are read and held at a time, and those among them that are in float32 at a time.
@@ -60,7 +61,7 @@ def dequantize_fp8_blocks(
 
 
 @dataclass(frozen=True, repr=False)
-class DequantizeFp8Blocks(Composable):
+class DequantizeFp8Blocks(Counting):
     """What `dequantize_fp8_blocks` gives."""
 
     block_size: tuple[int, int] | None
@@ -76,8 +77,8 @@ class DequantizeFp8Blocks(Composable):
         if not self.dtype.is_floating_point or self.dtype.itemsize < 2:
             raise LayoutError(f"weights cannot be dequantized to {self.dtype}. Pass dtype=torch.bfloat16 or another.")
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors, FP8 weights as `dtype`.
+    def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Matches]:
+        """The tensors, FP8 weights as `dtype`, and how many of these there were.
 
         Raises:
             LayoutError: A weight has no scale or a scale no weight, or their shapes do not go together.
@@ -100,7 +101,8 @@ class DequantizeFp8Blocks(Composable):
                 )
             elif not self._is_scale(name, scaled, modules):
                 results[name] = tensor
-        return results
+        problem = "" if scaled else f"no weight is FP8 or has a scale, such as 'x.weight{self.suffix}', beside it"
+        return results, Matches.of([RuleMatches(repr(self), len(scaled), problem)], tensors)
 
     def _is_scale(self, name: str, scaled: Set[str], modules: Set[str]) -> bool:
         """Whether a tensor goes with the weights that it belongs to, and not on by itself as `logit_scale` does."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from operator import itemgetter
 
 import torch
 
+from hf_stream.checkpoint.matches import Matches
 from hf_stream.errors import LayoutError
+from hf_stream.layouts.found import Found
 from hf_stream.layouts.naming import Rename
-from hf_stream.layouts.rule import Rule
+from hf_stream.layouts.rule import Rule, as_optional_as
 from hf_stream.layouts.stage import Stage
 
 
@@ -32,7 +34,8 @@ class Layout:
     The tensors may be real, lazy or on the meta device: rules only reorder, join and cut, and never look at values.
 
     Each tensor is taken by the one rule that has a pattern for its name; a name that no rule has a pattern for passes
-    through; a rule that finds no tensors does nothing. To change a tensor twice, let one layout follow another:
+    through; a rule that finds no tensors does nothing, and is warned of unless it is `optional`. To change a tensor
+    twice, let one layout follow another:
 
         >>> twice = Layout([Rename("norm", "ln")]) | Layout([Cast("ln", torch.float16)])
 
@@ -74,10 +77,17 @@ class Layout:
             LayoutError: two rules have a pattern for one name; two results have one name, or one has that of a tensor
                 that passes through; of a group of tensors only some are there; shapes or dtypes do not fit.
         """
-        for stage in self._stages:
-            placed = sorted(stage.run(tensors.items()), key=itemgetter(0))
+        results, matches = self.with_matches(tensors)
+        matches.report()
+        return results
+
+    def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Matches]:
+        """The same without a warning, and what each rule has found."""
+        names, founds = list(tensors), [Found() for _ in self._stages]
+        for stage, found in zip(self._stages, founds, strict=True):
+            placed = sorted(stage.run(tensors.items(), found), key=itemgetter(0))
             tensors = {name: tensor for _, name, tensor in placed}
-        return dict(tensors)
+        return dict(tensors), self._matches(founds, names)
 
     def stream(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same for tensors that come one after the other.
@@ -90,9 +100,15 @@ class Layout:
             >>> [(name, list(tensor.shape)) for name, tensor in join.stream(pairs)]
             [('a', [4]), ('b', [4])]
         """
-        for stage in self._stages:
-            pairs = map(itemgetter(1, 2), stage.run(pairs))
-        return iter(pairs)
+        founds = [Found() for _ in self._stages]
+        for stage, found in zip(self._stages, founds, strict=True):
+            pairs = map(itemgetter(1, 2), stage.run(pairs, found))
+        yield from pairs
+        self._matches(founds, founds[0].names if founds else []).report()
+
+    def _matches(self, founds: Sequence[Found], names: Sequence[str]) -> Matches:
+        pairs = zip(self._stages, founds, strict=True)
+        return Matches.of((entry for stage, found in pairs for entry in found.matches(stage.rules)), names)
 
     def __or__(self, other: Layout) -> Layout:
         """This layout, then `other`: `(a | b)(x)` equals `b(a(x))`."""
@@ -107,7 +123,11 @@ class Layout:
         Raises:
             LayoutError: a rule cannot be inverted; says which.
         """
-        return _of_stages(tuple(Stage([rule.invert() for rule in stage.rules]) for stage in reversed(self._stages)))
+        return _of_stages(
+            tuple(
+                Stage([as_optional_as(rule.invert(), rule) for rule in stage.rules]) for stage in reversed(self._stages)
+            )
+        )
 
     def scoped(self, src_prefix: str, dst_prefix: str | None = None) -> Layout:
         """The same layout for a part of a bigger model: the names that begin with `src_prefix`.
@@ -124,7 +144,9 @@ class Layout:
         for prefix in (src_prefix, dst_prefix):
             if prefix and not prefix.endswith("."):
                 raise LayoutError(f"prefix '{prefix}' must end with a dot. Write '{prefix}.'.")
-        stages = tuple(Stage([rule.prefixed(src_prefix) for rule in stage.rules]) for stage in self._stages)
+        stages = tuple(
+            Stage([as_optional_as(rule.prefixed(src_prefix), rule) for rule in stage.rules]) for stage in self._stages
+        )
         if dst_prefix is None or dst_prefix == src_prefix:
             return _of_stages(stages)
         moved = Rename(f"{src_prefix}{{rest:+}}", f"{dst_prefix}{{rest}}")

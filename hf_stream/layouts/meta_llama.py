@@ -139,16 +139,21 @@ class MetaLlama(Composable):
         whole = META_LLAMA_PARTS.merge(tensors, self.parts)
         _check_columns(whole)
         freqs = tensors.get(_FREQS, tensors.get(f"{_FREQS}.part_0"))
-        return _NAMES(self._turned(whole, None if freqs is None else 2 * freqs.numel()))
+        named, _ = _NAMES.with_matches(self._turned(whole, None if freqs is None else 2 * freqs.numel()))
+        return named
 
     def _to_meta(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if _HF_OUTPUT not in tensors and _HF_EMBEDDING in tensors:
             # Meta's code knows no tied weights.
             tensors = {**tensors, _HF_OUTPUT: tensors[_HF_EMBEDDING]}
-        named = _NAMES.inverse({name: t for name, t in tensors.items() if not name.endswith(".rotary_emb.inv_freq")})
+        whole = {name: t for name, t in tensors.items() if not name.endswith(".rotary_emb.inv_freq")}
+        named, _ = _NAMES.inverse.with_matches(whole)
         for what, heads in (("num_heads", self.num_heads), ("num_key_value_heads", self.num_key_value_heads)):
             if heads is not None and heads % (self.parts or 1):
                 raise LayoutError(f"{what}={heads} cannot be shared out among {self.parts} parts. Change parts=.")
+        unknown = [name for name in named if name in whole]
+        if unknown:
+            raise META_LLAMA_PARTS.unknown(unknown, "transformers' Llama")
         return META_LLAMA_PARTS.cut(self._turned(named, None), self.parts)
 
     def _turned(self, tensors: Mapping[str, torch.Tensor], head_dim: int | None) -> dict[str, torch.Tensor]:

@@ -131,7 +131,7 @@ class MetaseqOpt(Composable):
         for name, tensor in whole.items():
             if name.endswith(_QKV):
                 _check_square(name, tensor)
-        named = _NAMES(whole)
+        named, _ = _NAMES.with_matches(whole)
         unknown = [name for name in named if name in whole]
         if unknown:
             raise METASEQ_OPT_PARTS.unknown(unknown, "transformers' OPT")
@@ -144,7 +144,8 @@ class MetaseqOpt(Composable):
         head, embedding = tensors.get("lm_head.weight"), tensors.get(_HF_PREFIX + _EMBEDDING)
         if head is not None and embedding is not None and same_memory(head, embedding):
             tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-        return METASEQ_OPT_PARTS.cut(_NAMES.inverse(tensors), self.parts)
+        named, _ = _NAMES.inverse.with_matches(tensors)
+        return METASEQ_OPT_PARTS.cut(named, self.parts)
 
     def __repr__(self) -> str:
         parts = "" if self.parts is None else f"parts={self.parts}"

@@ -48,12 +48,14 @@ class Drop(Rule):
 
     Args:
         patterns: Patterns of the names to leave out.
+        optional: Whether nothing is wrong when there are none.
     """
 
     patterns: tuple[str, ...]
 
-    def __init__(self, *patterns: str) -> None:
+    def __init__(self, *patterns: str, optional: bool = False) -> None:
         object.__setattr__(self, "patterns", patterns)
+        object.__setattr__(self, "optional", optional)
         self.__post_init__()
 
     @cached_property
@@ -65,7 +67,8 @@ class Drop(Rule):
         return Drop(*(prefix + pattern for pattern in self.patterns))
 
     def __repr__(self) -> str:
-        return f"Drop({', '.join(map(repr, self.patterns))})"
+        words = [*map(repr, self.patterns), *(["optional=True"] if self.optional else [])]
+        return f"Drop({', '.join(words)})"
 
 
 @dataclass(frozen=True, repr=False)

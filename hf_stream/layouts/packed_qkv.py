@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from hf_stream.errors import LayoutError
+from hf_stream.layouts.any_of import AnyOf
 from hf_stream.layouts.joining import Concat
 from hf_stream.layouts.layout import Layout
 from hf_stream.layouts.sizes import attention_heads, parts_with_heads
@@ -71,7 +72,7 @@ def packed_qkv(
     for separate, packed in _modules(names, dst):
         srcs = [f"{{prefix:*}}.{module}.{{kind:weight|bias}}" for module in separate]
         rules.append(Concat(srcs, f"{{prefix}}.{packed}.{{kind}}", sizes=sizes, groups=groups))
-    return Layout(rules)
+    return Layout(rules if len(rules) == 1 else [AnyOf(rules)])
 
 
 def _arrangement(style: str, heads: tuple[int, int] | None) -> tuple[tuple[int, int, int] | None, int]:

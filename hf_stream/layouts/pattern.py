@@ -23,6 +23,15 @@ from hf_stream.errors import LayoutError
 
 _PLACEHOLDER = re.compile(r"\{(\w+)(?::([^{}]+))?\}")
 _MANY = ("*", "+")
+_KINDS = ("int", *_MANY)
+# What no tensor is called, and what stands in globs and regular expressions.
+_OF_GLOBS = re.compile(r"[*?]|\[[^\]]*-[^\]]*\]")
+_OF_REGEXES = re.compile(r"[\\|]|^\.\*|\.\*(?!\.|$)|\.\+|^\^|\$$|[)\]][*+?]")
+_NO_WORD = re.compile(r"[][\\().*?^$]|^$")
+_RIGHT_WAYS = (
+    "Write {layer} for a piece of a name between dots, {layer:int} for a number, {kind:weight|bias} for one of several "
+    "words, {prefix:*} for whatever stands before or after, dots included."
+)
 
 
 class Pattern:
@@ -118,10 +127,39 @@ def _placeholders(text: str) -> dict[str, str]:
         if not field.isidentifier():
             raise LayoutError(f"pattern '{text}': placeholder '{field}' is not a name. Use letters, digits and '_'.")
         fields[field] = spec or fields.get(field, "")
-    literal = _PLACEHOLDER.sub("", text)
+        _check_spec(text, field, spec)
+    literal = _PLACEHOLDER.sub("x", text)
     if "{" in literal or "}" in literal:
         raise LayoutError(f"pattern '{text}': a brace is not part of a placeholder such as {{layer}} or {{rest:*}}.")
+    for signs, what in ((_OF_REGEXES, "a regular expression"), (_OF_GLOBS, "a glob")):
+        if found := signs.search(literal):
+            raise LayoutError(
+                f"pattern '{text}' is {what} ('{found[0]}'), and not a name with placeholders. {_translated(text)}"
+            )
     return fields
+
+
+def _translated(text: str) -> str:
+    """How to write what a glob means, where that can be told."""
+    *components, last = text.split(".")
+    stars = iter(["{prefix:*}" if text.startswith("*.") else "{x}", *(f"{{x{i}}}" for i in range(2, len(text)))])
+    words = [next(stars) if component == "*" else component for component in components]
+    pattern = ".".join([*words, "{rest:+}" if last == "*" else last])
+    plain = not _OF_GLOBS.search(_PLACEHOLDER.sub("x", pattern)) and not _OF_REGEXES.search(text)
+    return f"Write '{pattern}'." if plain else _RIGHT_WAYS
+
+
+def _check_spec(text: str, field: str, spec: str) -> None:
+    """Refuse what follows a colon and is neither a kind nor words: nobody means a placeholder for a single word."""
+    if not spec or spec in _KINDS:
+        return
+    words = spec.split("|")
+    if any(map(_NO_WORD.search, words)):
+        raise LayoutError(f"pattern '{text}': {{{field}:{spec}}} is no list of words with '|' between. {_RIGHT_WAYS}")
+    if len(words) == 1:
+        raise LayoutError(
+            f"pattern '{text}': {{{field}:{spec}}} would fit '{spec}' alone, a word that needs no braces. {_RIGHT_WAYS}"
+        )
 
 
 def _check_borders(text: str, specs: Mapping[str, str]) -> None:

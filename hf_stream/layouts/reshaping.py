@@ -83,14 +83,16 @@ class Rearrange(_EachRule):
     Args:
         patterns: Pattern of the tensors, or several patterns.
         recipe: What `einops.rearrange` takes.
+        optional: Whether nothing is wrong when there are no such tensors.
         axes: Sizes of the recipe's axes.
     """
 
     recipe: str
     axes: tuple[tuple[str, int], ...]
 
-    def __init__(self, patterns: str | Sequence[str], recipe: str, /, **axes: int) -> None:
+    def __init__(self, patterns: str | Sequence[str], recipe: str, /, *, optional: bool = False, **axes: int) -> None:
         _einops()
+        object.__setattr__(self, "optional", optional)
         object.__setattr__(self, "patterns", patterns)
         object.__setattr__(self, "recipe", recipe)
         object.__setattr__(self, "axes", tuple(axes.items()))
@@ -110,15 +112,18 @@ class Rearrange(_EachRule):
         return changed
 
     def prefixed(self, prefix: str) -> Rearrange:
-        return Rearrange([prefix + text for text in texts(self.patterns)], self.recipe, **dict(self.axes))
+        patterns, axes = [prefix + text for text in texts(self.patterns)], dict(self.axes)
+        return Rearrange(patterns, self.recipe, optional=self.optional, **axes)
 
     def invert(self) -> Rearrange:
         left, right = self.recipe.split("->")
-        return Rearrange(self.patterns, f"{right.strip()} -> {left.strip()}", **dict(self.axes))
+        recipe, axes = f"{right.strip()} -> {left.strip()}", dict(self.axes)
+        return Rearrange(self.patterns, recipe, optional=self.optional, **axes)
 
     def __repr__(self) -> str:
         axes = "".join(f", {axis}={size}" for axis, size in self.axes)
-        return f"Rearrange({word(self.patterns)}, {self.recipe!r}{axes})"
+        optional = ", optional=True" if self.optional else ""
+        return f"Rearrange({word(self.patterns)}, {self.recipe!r}{axes}{optional})"
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -37,12 +38,23 @@ class Move:
     count: int | None = 1
 
 
+@dataclass(frozen=True, repr=False)
 class Rule(ABC):
     """One line of a `Layout`. Rules are immutable, and equal when they say the same.
 
     Those who write a subclass (a frozen dataclass, `repr=False`) guarantee that `run` uses only functional operations
     (no writes into its arguments, no look at their values), so that it works on tensors without data.
+
+    Args:
+        optional: Whether nothing is wrong when no tensor's name fits. Otherwise that is said, or refused.
     """
+
+    optional: bool = field(default=False, kw_only=True)
+
+    @property
+    def alternatives(self) -> Sequence[Rule]:
+        """The rules that do the work, one of which must find something: this one, but for `AnyOf`."""
+        return (self,)
 
     @cached_property
     @abstractmethod
@@ -78,13 +90,23 @@ class Rule(ABC):
     def __repr__(self) -> str:
         """As one would write it: arguments that have their default are left out."""
         words = []
-        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every concrete rule is a dataclass
-            value = getattr(self, field.name)
-            if field.default is dataclasses.MISSING:
+        # What all rules have comes last.
+        for entry in sorted(dataclasses.fields(self), key=lambda entry: bool(entry.kw_only)):
+            value = getattr(self, entry.name)
+            if entry.default is dataclasses.MISSING:
                 words.append(word(value))
-            elif value != field.default:
-                words.append(f"{field.name}={word(value)}")
+            elif value != entry.default:
+                words.append(f"{entry.name}={word(value)}")
         return f"{type(self).__name__}({', '.join(words)})"
+
+
+def as_optional_as(rule: Rule, other: Rule) -> Rule:
+    """`rule`, optional if and only if `other` is."""
+    if rule.optional == other.optional:
+        return rule
+    changed = copy.copy(rule)
+    object.__setattr__(changed, "optional", other.optional)
+    return changed
 
 
 def group_move(rule: Rule, srcs: Sequence[str], dsts: Sequence[str]) -> Move:

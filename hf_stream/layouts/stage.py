@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +11,8 @@ import torch
 
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.dispatch import Dispatcher
+from hf_stream.layouts.found import Found
 from hf_stream.layouts.rule import Move, Rule
-
-logger = logging.getLogger(__name__)
 
 Placed = tuple[int, str, torch.Tensor]
 """Where a result belongs (the position of the first tensor it is made of), its name, and the tensor."""
@@ -32,32 +30,33 @@ class Stage:
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = tuple(rules)
         self._dispatcher = Dispatcher(
-            (pattern, _Source(rule, move, number))
+            (pattern, _Source(leaf, move, number))
             for rule in self.rules
-            for move in rule.moves
+            for leaf in rule.alternatives
+            for move in leaf.moves
             for number, pattern in enumerate(move.srcs)
         )
 
-    def run(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Placed]:
+    def run(self, pairs: Iterable[tuple[str, torch.Tensor]], found: Found) -> Iterator[Placed]:
         """Yield each result as soon as its tensors have come; they are let go before it is yielded.
+
+        Args:
+            pairs: Names and tensors.
+            found: Is told what the rules find.
 
         Raises:
             LayoutError: two rules have a pattern for one name, two results have one name, a group is incomplete at the
                 end, or the tensors of a group do not fit their rule.
         """
-        state = _State(self._dispatcher)
-        position = 0  # not enumerate(), which keeps the last pair, and so its tensor, alive
+        state = _State(self._dispatcher, found)
         for name, tensor in pairs:
-            state.feed(position, name, tensor)
-            position += 1
+            state.feed(name, tensor)
             del tensor
             while state.ready:
                 yield state.ready.popleft()
         for _ in state.finish():
             while state.ready:
                 yield state.ready.popleft()
-        if self.rules and position and not state.matched:
-            logger.warning("no rule has a pattern for any of the %d names (the last is '%s'): %r", position, name, self)
 
     def __repr__(self) -> str:
         lines = "".join(f"\n    {rule!r}," for rule in self.rules)
@@ -87,27 +86,29 @@ class _Group:
 class _State:
     """What one run remembers."""
 
-    def __init__(self, dispatcher: Dispatcher[_Source]) -> None:
+    def __init__(self, dispatcher: Dispatcher[_Source], found: Found) -> None:
         self.ready: deque[Placed] = deque()
-        self.matched = False
+        self._found = found
         self._dispatcher = dispatcher
         self._groups: dict[tuple[object, ...], _Group] = {}
         self._makers: dict[str, Rule | None] = {}
 
-    def feed(self, position: int, name: str, tensor: torch.Tensor) -> None:
-        found = self._dispatcher.find(name)
-        if not found:
+    def feed(self, name: str, tensor: torch.Tensor) -> None:
+        position = len(self._found.names)
+        self._found.names.append(name)
+        fitting = self._dispatcher.find(name)
+        if not fitting:
             self._put(position, name, tensor, None)
             return
-        self.matched = True
-        (source, bindings), *others = found
+        (source, bindings), *others = fitting
         if others:
-            rules = " and ".join(dict.fromkeys(repr(entry.rule) for entry, _ in found))
+            rules = " and ".join(dict.fromkeys(repr(entry.rule) for entry, _ in fitting))
             raise LayoutError(
                 f"'{name}': more than one pattern fits, of {rules}. "
                 "Narrow the patterns, or let one layout follow the other: Layout([...]) | Layout([...])."
             )
         move = source.move
+        self._found.moves[move] += 1
         key = (move, *(bindings[placeholder] for placeholder in move.key))
         group = self._groups.get(key)
         if group is None:

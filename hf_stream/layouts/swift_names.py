@@ -95,7 +95,7 @@ def whole_opt(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             f"'{odd}': embeddings of another size than the layers, as in OPT-350M, have no place in SwiftTransformer. "
             "Take an OPT of another size."
         )
-    whole = _OPT_NAMES({f"model.{name}": t for name, t in bare.items()})
+    whole, _ = _OPT_NAMES.with_matches({f"model.{name}": t for name, t in bare.items()})
     if _POSITIONS in whole:
         whole[_POSITIONS] = whole[_POSITIONS][_NO_POSITIONS:]
     if _TOKENS in whole:
@@ -108,7 +108,8 @@ def named_opt(whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     positions = whole[_POSITIONS]
     unused = positions.new_zeros((_NO_POSITIONS, *positions.shape[1:]))
     kept = {name: tensor for name, tensor in whole.items() if name != _OUTPUT}
-    return _OPT_NAMES.inverse({**kept, _POSITIONS: torch.cat([unused, positions])})
+    named, _ = _OPT_NAMES.inverse.with_matches({**kept, _POSITIONS: torch.cat([unused, positions])})
+    return named
 
 
 def check_names(family: str, whole: Mapping[str, torch.Tensor]) -> None:

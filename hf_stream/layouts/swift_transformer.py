@@ -118,13 +118,13 @@ class SwiftTransformer(Composable):
             case "OPT":
                 return "OPT", whole_opt(tensors)
             case "Meta":
-                return "Llama", META_NAMES(META_LLAMA_PARTS.merge(tensors))
+                return "Llama", META_NAMES.with_matches(META_LLAMA_PARTS.merge(tensors))[0]
             case _:
                 query = next(t for name, t in tensors.items() if name.endswith(".self_attn.q_proj.weight"))
                 key = next(t for name, t in tensors.items() if name.endswith(".self_attn.k_proj.weight"))
                 heads = self._heads_of("Llama", query.shape[0], key.shape[0], 0)
                 meta = meta_llama(num_heads=heads.query, num_key_value_heads=heads.key).inverse(tensors)
-                return "Llama", META_NAMES(meta)
+                return "Llama", META_NAMES.with_matches(meta)[0]
 
     def _heads(self, family: str, whole: Mapping[str, torch.Tensor]) -> Heads:
         query, key, fc1 = (
@@ -166,7 +166,7 @@ class FromSwiftTransformer(Composable):
         check_shapes(whole)
         if family == "Llama":
             to_hf = meta_llama(num_heads=heads.query, num_key_value_heads=heads.key)
-            return to_hf(META_NAMES.inverse(whole))
+            return to_hf(META_NAMES.inverse.with_matches(whole)[0])
         return named_opt(whole)
 
     @property

@@ -48,7 +48,7 @@ def test_layouts_apply_from_left_to_right_and_their_inverse_from_right_to_left(
     both = ("-l", f"{layout_file}:one", "-l", f"{layout_file}:two")
     turned = (*both[2:], *both[:2])
     assert run("convert", source, tmp_path / "out", *both).exit_code == 0
-    assert run("convert", source, tmp_path / "turned", *turned).exit_code == 0
+    assert run("convert", source, tmp_path / "turned", *turned, "--allow-unmatched").exit_code == 0
     assert run("convert", tmp_path / "out", tmp_path / "back", *both, "--inverse").exit_code == 0
 
     wanted = llama()
@@ -109,7 +109,7 @@ def test_a_model_of_transformers_goes_into_the_tensors_it_holds_and_back(tmp_pat
 
 
 def test_convert_to_a_single_file_writes_that_file_and_nothing_else(source: Path, tmp_path: Path) -> None:
-    result = run("convert", source / "model.safetensors", tmp_path / "new" / "one.safetensors", "-l", "packed-gate-up")
+    result = run("convert", source / "model.safetensors", tmp_path / "new" / "one.safetensors", "--dtype", "f32")
 
     assert result.exit_code == 0
     assert_same(load_file(tmp_path / "new" / "one.safetensors"), llama())
@@ -234,3 +234,41 @@ def test_verify_applies_the_layout_to_the_first(source: Path, tmp_path: Path) ->
     assert run("verify", source, tmp_path / "packed").exit_code == 1
     assert run("verify", source, tmp_path / "packed", "-l", "packed-qkv").exit_code == 0
     assert run("verify", tmp_path / "packed", source, "-l", "packed-qkv", "--inverse").exit_code == 0
+
+
+def test_a_rule_that_finds_nothing_is_an_error_unless_it_is_allowed(
+    source: Path, layout_file: Path, tmp_path: Path
+) -> None:
+    layouts = ("-l", "packed-qkv", "-l", f"{layout_file}:two")
+    for command in (("convert", source, tmp_path / "out"), ("plan", source), ("verify", source, source)):
+        result = run(*command, *layouts)
+        assert result.exit_code == 2
+        assert "1 of the layout's 2 rules" in result.stderr
+        assert "mine.py:two: Rename('middle.weight', 'last.weight')" in result.stderr
+        assert result.stderr.rstrip().endswith("--allow-unmatched goes on with a warning.")
+        assert not (tmp_path / "out").exists()
+    result = run("convert", source, tmp_path / "out", *layouts, "--allow-unmatched")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("warning: 1 of the layout's 2 rules")
+    result = run("verify", source, tmp_path / "out", *layouts, "--allow-unmatched")
+    assert (result.exit_code, "warning: 1 of" in result.stderr) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("source_of", "options"),
+    [
+        ("separate", ["-l", "packed-qkv", "--inverse"]),  # the wrong direction
+        ("packed", ["-l", "packed-qkv"]),  # converted already
+        ("separate", ["-l", "dequantize-fp8-blocks"]),
+    ],
+)
+def test_a_layout_that_finds_nothing_at_all_is_an_error(
+    source: Path, tmp_path: Path, source_of: str, options: list[str]
+) -> None:
+    if source_of == "packed":
+        assert run("convert", source, tmp_path / "packed", "-l", "packed-qkv").exit_code == 0
+        source = tmp_path / "packed"
+    result = run("convert", source, tmp_path / "out", *options)
+    assert result.exit_code == 2
+    assert "the layout matched none of the" in result.stderr
+    assert not (tmp_path / "out").exists()

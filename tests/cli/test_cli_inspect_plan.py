@@ -131,6 +131,19 @@ def test_plan_counts_only_the_bytes_that_the_layout_needs(source: Path, layout_f
     assert plan["peak_nbytes"] == 64 << 20
 
 
+def test_plan_counts_what_each_rule_takes(source: Path, layout_file: Path) -> None:
+    options = ("-l", "packed-qkv", "-l", f"{layout_file}:two")
+    result = run("plan", source, *options)
+    head, pack, two, *_ = result.stdout.splitlines()
+    assert head.split() == ["rule", "tensors"]
+    assert (pack.split()[0], pack.split()[-1]) == ("packed-qkv:", "6")
+    assert two.split()[-1] == "0"
+    assert (result.exit_code, "found nothing among the 8 tensors" in result.stderr) == (2, True)
+    result = run("plan", source, *options, "--allow-unmatched", "--json")
+    assert result.exit_code == 0
+    assert [entry["tensors"] for entry in json.loads(result.stdout)["rules"]] == [6, 0]
+
+
 def test_plan_prints_a_table(source: Path) -> None:
     lines = run("plan", source, "--max-shard-size", "4KB").stdout.splitlines()
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -97,19 +95,6 @@ def test_a_stream_that_brings_a_name_twice_is_refused(name: str) -> None:
     tensor = torch.zeros(1)
     with pytest.raises(LayoutError, match=f"'{name}' comes"):
         list(JOIN.stream([(name, tensor), (name, tensor)]))
-
-
-def test_a_layout_in_which_no_rule_finds_a_tensor_warns(caplog: pytest.LogCaptureFixture) -> None:
-    layout = Layout([Rename("modle.norm", "norm"), Rename("x", "y")])
-    with caplog.at_level(logging.WARNING, "hf_stream"):
-        layout({})
-        layout(zeros("x", "y2"))
-        Layout([])(zeros("a"))
-        assert not caplog.records
-        layout(zeros("model.norm", "model.head"))
-    (record,) = caplog.records
-    assert "any of the 2 names" in record.getMessage()
-    assert "modle.norm" in record.getMessage()
 
 
 def test_scoped_renames_all_names_of_the_part_and_no_others() -> None:

@@ -58,6 +58,7 @@ def load_base_model(
         layout: Maps the checkpoint's tensors to those that the base model would have in its own checkpoint.
         strict: Whether weights that the checkpoint lacks, or has too many, are errors; otherwise transformers
             initialises the former and leaves the latter. Modules that the adapter trains as a whole may be missing.
+            Likewise rules of the layout that find nothing.
         device: Where tensors go that were on the meta device.
         buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
@@ -76,7 +77,7 @@ def load_base_model(
         )
     if "device_map" in kwargs:
         raise CheckpointError("the model has its devices already: pass device= for what is on the meta device")
-    request = Request(layout, buffer_size=buffer_size, progress=progress, lazily=True)
+    request = Request(layout, strict=strict, buffer_size=buffer_size, progress=progress, lazily=True)
     kwargs = {"config": copy.deepcopy(base.config), **kwargs, "output_loading_info": True}
     found: Any = load_as_requested(request, type(base), pretrained_model_name_or_path, **kwargs)
     plain, info = found

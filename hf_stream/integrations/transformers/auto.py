@@ -46,6 +46,7 @@ class _StreamingAuto:
         pretrained_model_name_or_path: str | os.PathLike[str],
         *args: Any,
         layout: AnyLayout | None = None,
+        strict: bool = False,
         buffer_size: int | None = None,
         progress: bool | Progress | None = None,
         **kwargs: Any,
@@ -56,7 +57,7 @@ class _StreamingAuto:
         """
         request = (current_request() or Request()).changed(buffer_size, progress)
         if layout is not None:
-            request = replace(request, layout=layout)
+            request = replace(request, layout=layout, strict=strict)
 
         def load() -> Any:
             return super(_StreamingAuto, cls).from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]

@@ -22,6 +22,7 @@ _enabled = False
 def streaming(
     layout: AnyLayout | None = None,
     *,
+    strict: bool = False,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Iterator[None]:
@@ -34,13 +35,15 @@ def streaming(
 
     Args:
         layout: Maps the tensors of each checkpoint that is loaded; what is saved goes through its inverse.
+        strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         buffer_size: Bytes in flight, at most, in each call.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     >>> with hf_stream.streaming():  # doctest: +SKIP
     ...     model = transformers.AutoModelForCausalLM.from_pretrained("org/repo")
     """
-    with streamed_loads(), streamed_saves(), asking(Request(layout, buffer_size=buffer_size, progress=progress)):
+    request = Request(layout, strict=strict, buffer_size=buffer_size, progress=progress)
+    with streamed_loads(), streamed_saves(), asking(request):
         yield
 
 

@@ -27,20 +27,24 @@ class Request:
     Attributes:
         layout: Maps a checkpoint's tensors to the model's; what is saved goes through its inverse.
         saved_through: Maps what is saved, in place of the inverse of `layout`.
+        strict: Whether a rule of a layout that finds nothing is an error, and not a warning.
         durable: Whether what is saved is forced to the disk; None for the default.
         buffer_size: Bytes in flight, at most.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
         lazily: Whether what is loaded is left in the model as lazies, for the caller to read.
         check_files: Called when all files are open; raises an error if what was read before belongs to others.
+        layout_used: Called when the layout has mapped what is loaded.
     """
 
     layout: AnyLayout | None = None
     saved_through: AnyLayout | None = None
+    strict: bool = False
     durable: bool | None = None
     buffer_size: int = DEFAULT_BUFFER_SIZE
     progress: bool | Progress | None = None
     lazily: bool = False
     check_files: Callable[[], None] | None = None
+    layout_used: Callable[[], None] | None = None
 
     def changed(self, buffer_size: int | None, progress: bool | Progress | None) -> Request:
         """The same but for what is given."""

@@ -57,6 +57,7 @@ def from_pretrained(
     pretrained_model_name_or_path: str | os.PathLike[str] | None,
     *args: Any,
     layout: AnyLayout | None = None,
+    strict: bool = False,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
     **kwargs: Any,
@@ -72,6 +73,7 @@ def from_pretrained(
         pretrained_model_name_or_path: As in transformers, like all further arguments.
         layout: Maps the checkpoint's names and tensors to those that the model would have in its own checkpoint;
             transformers' conversions for the architecture then run on the result.
+        strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         buffer_size: Bytes in flight, at most.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -84,7 +86,7 @@ def from_pretrained(
 
     >>> model = hf_stream.from_pretrained(AutoModelForCausalLM, "org/repo", dtype="auto")  # doctest: +SKIP
     """
-    request = Request(layout, buffer_size=buffer_size, progress=progress)
+    request = Request(layout, strict=strict, buffer_size=buffer_size, progress=progress)
     return load_as_requested(request, cls, pretrained_model_name_or_path, *args, **kwargs)
 
 
@@ -98,13 +100,11 @@ def load_as_requested(
         raise _conflict("a GGUF file")
     used = False
 
-    def noted(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def note() -> None:
         nonlocal used
         used = True
-        assert layout is not None
-        return layout(tensors)
 
-    noting = replace(request, layout=None if layout is None else noted)
+    noting = replace(request, layout_used=note)
     loaded = load_whole(noting, path, kwargs.get("subfolder"), lambda: cls.from_pretrained(path, *args, **kwargs))
     if layout is not None and not used:
         raise LayoutError(
@@ -170,7 +170,9 @@ def stream_load(
         opened = _open(state_dict, checkpoint_files, load_config)
         if request.check_files is not None:
             request.check_files()
-        tensors = apply_layout(request.layout, opened)
+        tensors = apply_layout(request.layout, opened, strict=request.strict)
+        if request.layout_used is not None:
+            request.layout_used()
     with (
         asking(None),
         nullcontext() if _works_on_data(load_config) else _symbolic(),

@@ -36,6 +36,7 @@ def save_pretrained(
     save_directory: str | os.PathLike[str],
     *args: Any,
     layout: AnyLayout | None = None,
+    strict: bool = False,
     durable: bool | None = None,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
@@ -54,6 +55,7 @@ def save_pretrained(
         layout: Maps the tensors that transformers would save to those to save; often the inverse of the layout that the
             model was loaded with, which is the default if the model knows that one (from a `StreamingMixin` or from an
             Auto class of hf_stream).
+        strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
             the environment has HF_STREAM_DURABLE=0.
         buffer_size: Bytes in flight, at most.
@@ -77,7 +79,7 @@ def save_pretrained(
             model, save_directory, *args, durable=durable, buffer_size=buffer_size, progress=progress, **kwargs
         )
         return
-    request = Request(saved_through=layout, durable=durable, buffer_size=buffer_size, progress=progress)
+    request = Request(saved_through=layout, strict=strict, durable=durable, buffer_size=buffer_size, progress=progress)
     with streamed_saves(), asking(request):
         model.save_pretrained(save_directory, *args, **kwargs)
 
@@ -133,7 +135,7 @@ def stream_save(
             with asking(None), no_bars(), collector_paused(), little_work_per_key():
                 with recording(lazy=not quantized) as record:
                     save(model, staging.path, state_dict=state_dict, **options)
-                files, tensors = _files(record, model, layout, max_shard_size, variant)
+                files, tensors = _files(record, model, layout, request.strict, max_shard_size, variant)
             write_files(staging, files, tensors, buffer_size=request.buffer_size, progress=request.progress)
     finally:
         staging.abandon()
@@ -143,13 +145,18 @@ streamed_saves = Shared(lambda: hooked("save_pretrained", stream_save))
 
 
 def _files(
-    record: Recording, model: Any, layout: AnyLayout | None, max_shard_size: int | str, variant: str | None
+    record: Recording,
+    model: Any,
+    layout: AnyLayout | None,
+    strict: bool,
+    max_shard_size: int | str,
+    variant: str | None,
 ) -> tuple[CheckpointFiles, dict[str, torch.Tensor]]:
     """The weight files, as transformers has planned them or for what a layout has made of its tensors."""
     index = add_variant(SAFE_WEIGHTS_INDEX, variant)
     if layout is None:
         return record.files(index), record.tensors
-    tensors = apply_layout(layout, record.tensors)
+    tensors = apply_layout(layout, record.tensors, strict=strict)
     files = CheckpointFiles.plan(
         tensors,
         max_shard_size=max_shard_size,

@@ -1,0 +1,44 @@
+"""Rules that are alternatives: what one family of models calls so, and another otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hf_stream.errors import LayoutError
+from hf_stream.layouts.rule import Move, Rule
+
+
+@dataclass(frozen=True, repr=False)
+class AnyOf(Rule):
+    """Rules of which one at least must find something; all others may find nothing.
+
+        AnyOf([Rename("wte.weight", "embed.weight"), Rename("word_embeddings.weight", "embed.weight")])
+
+    Args:
+        rules: The alternatives.
+    """
+
+    rules: Iterable[Rule]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self.rules))
+        if not all(isinstance(rule, Rule) for rule in self.alternatives) or not self.alternatives:
+            raise LayoutError(f"{self!r}: rules are wanted, in a list.")
+        super().__post_init__()
+
+    @property
+    def alternatives(self) -> Sequence[Rule]:
+        """The rules."""
+        return tuple(self.rules)
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        return tuple(move for rule in self.alternatives for move in rule.moves)
+
+    def prefixed(self, prefix: str) -> AnyOf:
+        return AnyOf([rule.prefixed(prefix) for rule in self.alternatives])
+
+    def invert(self) -> AnyOf:
+        return AnyOf([rule.invert() for rule in self.alternatives])

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from hf_stream import layouts
-from hf_stream.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    Conversion,
-    Difference,
-    Differences,
-    convert,
-    load_into,
-    load_nested,
-    open_checkpoint,
-    open_nested,
-    plan_conversion,
-    save_checkpoint,
-    save_nested,
-    verify,
-)
-from hf_stream.errors import CheckpointError, CopyError, FormatError, HfStreamError, LayoutError, LazyTensorError
-from hf_stream.layouts import Layout
-from hf_stream.lazy import LazyTensor, materialize
 
 if TYPE_CHECKING:
     from transformers.models.auto import *  # noqa: F403
 
+    from hf_stream import layouts
+    from hf_stream.checkpoint import (
+        Checkpoint,
+        CheckpointWriter,
+        Conversion,
+        Difference,
+        Differences,
+        convert,
+        load_into,
+        load_nested,
+        open_checkpoint,
+        open_nested,
+        plan_conversion,
+        save_checkpoint,
+        save_nested,
+        verify,
+    )
+    from hf_stream.errors import CheckpointError, CopyError, FormatError, HfStreamError, LayoutError, LazyTensorError
     from hf_stream.integrations.trainer import StreamingCheckpointCallback
     from hf_stream.integrations.transformers import (
         StreamingMixin,
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
         save_pretrained,
         streaming,
     )
+    from hf_stream.layouts import Layout
+    from hf_stream.lazy import LazyTensor, materialize
 
 __version__ = "0.1.0"
 
@@ -74,24 +74,58 @@ __all__ = [
     "verify",
 ]
 
-# Importing transformers takes seconds; those who only touch checkpoints need not wait for it.
-_FROM_TRANSFORMERS = frozenset(
-    {"StreamingMixin", "disable", "enable", "from_pretrained", "save_pretrained", "streaming"}
-)
+# Importing torch takes seconds, and transformers takes more. Each is imported with the first name that needs it: the
+# command line's help and completion need neither, and those who only touch checkpoints do not need transformers.
+_HOMES = {
+    "errors": (
+        "CheckpointError",
+        "CopyError",
+        "FormatError",
+        "HfStreamError",
+        "LayoutError",
+        "LazyTensorError",
+    ),
+    "lazy": ("LazyTensor", "materialize"),
+    "checkpoint": (
+        "Checkpoint",
+        "CheckpointWriter",
+        "Conversion",
+        "Difference",
+        "Differences",
+        "convert",
+        "load_into",
+        "load_nested",
+        "open_checkpoint",
+        "open_nested",
+        "plan_conversion",
+        "save_checkpoint",
+        "save_nested",
+        "verify",
+    ),
+    "layouts": ("Layout",),
+    "integrations.transformers": (
+        "StreamingMixin",
+        "disable",
+        "enable",
+        "from_pretrained",
+        "save_pretrained",
+        "streaming",
+    ),
+    "integrations.trainer": ("StreamingCheckpointCallback",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_FOLDERS = frozenset({"checkpoint", "copying", "errors", "formats", "integrations", "layouts", "lazy", "storage"})
 
 # Type checkers see the names above, and tell one that is nowhere.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """What needs transformers, its Auto classes included."""
-        if name in _FROM_TRANSFORMERS:
-            from hf_stream.integrations import transformers
-
-            return getattr(transformers, name)
-        if name == "StreamingCheckpointCallback":
-            from hf_stream.integrations import trainer
-
-            return trainer.StreamingCheckpointCallback
+        """A public name, a folder, or an Auto class of transformers."""
+        if name in _FOLDERS:
+            return import_module(f"hf_stream.{name}")
+        if name in _HOME_OF:
+            value = globals()[name] = getattr(import_module(f"hf_stream.{_HOME_OF[name]}"), name)
+            return value
         if name.startswith("Auto"):
             from hf_stream.integrations.transformers.auto import auto_class, auto_names
 

@@ -77,7 +77,7 @@ def test_a_weight_larger_than_memory_would_do(top: Path) -> None:
 
 
 def test_as_a_command(top: Path) -> None:
-    command = [sys.executable, "-m", "hf_stream.cli", "convert", "-q", "--layout", "dequantize_fp8_blocks"]
+    command = [sys.executable, "-m", "hf_stream", "convert", "-q", "--layout", "dequantize_fp8_blocks"]
     done = subprocess.run([*command, str(top / "large"), str(top / "command")], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads((top / "command" / "config.json").read_text()) == {

@@ -108,7 +108,8 @@ def test_reference_is_what_the_docstrings_say() -> None:
 @pytest.mark.parametrize("name", [name for name in hf_stream.__all__ if name != "layouts"])
 def test_examples_in_docstrings_are_true(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = {"hf_stream": hf_stream, "torch": torch, **vars(hf_stream.layouts), **vars(hf_stream)}
+    public = {public: getattr(hf_stream, public) for public in hf_stream.__all__}
+    names = {"hf_stream": hf_stream, "torch": torch, **vars(hf_stream.layouts), **public}
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.REPORT_NDIFF)
     for example in doctest.DocTestFinder().find(getattr(hf_stream, name), name, globs=names):
         runner.run(example)

@@ -28,7 +28,7 @@ def process(
     # Python buffers stdout as it does by default, wherever the tests run.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
-        [sys.executable, "-m", "hf_stream.cli", *args],
+        [sys.executable, "-m", "hf_stream", *args],
         stdout=stdout,
         stderr=subprocess.PIPE,
         env=inherited | environment,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hf_stream.checkpoint.convert import Conversion, convert, plan_conversion, run_conversion
+from hf_stream.checkpoint.conversion import Conversion, Kept, Outcome
+from hf_stream.checkpoint.convert import convert, plan_conversion, run_conversion
 from hf_stream.checkpoint.load import load_into
 from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
 from hf_stream.checkpoint.nested import load_nested, open_nested, save_nested
@@ -19,6 +20,8 @@ __all__ = [
     "Conversion",
     "Difference",
     "Differences",
+    "Kept",
+    "Outcome",
     "apply_layout",
     "clean",
     "convert",

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hf_stream.checkpoint.archives import close_archives, plan_archives
-from hf_stream.checkpoint.carried import carry, find_carried, left_behind, with_dtype
+from hf_stream.checkpoint.carried import carry, find_carried, left_behind
 from hf_stream.checkpoint.casting import check_dtype
+from hf_stream.checkpoint.conversion import Conversion, Outcome
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles, ShardFile
 from hf_stream.checkpoint.mapping import (
     SAFETENSORS,
@@ -25,17 +21,16 @@ from hf_stream.checkpoint.mapping import (
     AnyLayout,
     FileFormat,
     check_files,
-    config_after,
     file_format_of,
     map_tensors,
 )
-from hf_stream.checkpoint.matches import Matches
 from hf_stream.checkpoint.nested_conversion import Nesting, open_nesting
 from hf_stream.checkpoint.nested_structure import STATE_FILE
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
 from hf_stream.checkpoint.origin import ORIGIN, origin_metadata
 from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.save import reserve
+from hf_stream.checkpoint.selection import select_names
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.checkpoint.torch_state import Key
 from hf_stream.checkpoint.verify import Differences
@@ -46,7 +41,7 @@ from hf_stream.copying.region import Region
 from hf_stream.errors import CheckpointError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shards import shard_pattern
-from hf_stream.lazy import fingerprint, reads, working_set, write_into
+from hf_stream.lazy import write_into
 from hf_stream.storage.durability import drop_pages, flush
 
 _SUFFIX = ".safetensors"
@@ -60,77 +55,14 @@ _BATCH_NBYTES = 64 << 20
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """What a conversion reads and writes, known from headers alone.
-
-    Attributes:
-        source: The checkpoint that is read.
-        tensors: The tensors to write, by name, none of them loaded.
-        files: The weight files to write.
-        carried: Other files of the source directory that go along.
-        dtype: What floating-point tensors become, or None.
-        file: The name of the one file that is to be written, or None for a directory.
-        layout: What made the tensors of the source's, or None.
-        matches: How many tensors each rule of the layout has found.
-        nested: Whether the whole of a nesting is written, as `save_nested` would.
-        format: Of the weight files.
-    """
-
-    source: Checkpoint
-    tensors: Mapping[str, torch.Tensor]
-    files: CheckpointFiles
-    carried: tuple[Path, ...]
-    dtype: torch.dtype | None
-    file: str | None = None
-    layout: AnyLayout | None = None
-    format: FileFormat = SAFETENSORS
-    nested: bool = False
-    matches: Matches = field(default_factory=Matches)
-
-    @property
-    def directory(self) -> Path:
-        """Where the source's files are."""
-        return self.source.location if self.source.location.is_dir() else self.source.location.parent
-
-    def nbytes_read(self) -> dict[str, int]:
-        """Bytes to read of each source file, by path."""
-        nbytes = {storage.name: 0 for storage in self.source.storages.values()}
-        for region in reads(self.tensors.values()):
-            nbytes[region.storage.name] = nbytes.get(region.storage.name, 0) + region.nbytes
-        return nbytes
-
-    def peak_nbytes(self, buffer_size: int = DEFAULT_BUFFER_SIZE) -> int:
-        """Anonymous memory needed at most, beyond the program itself: the buffer and one deferred operation."""
-        return buffer_size + working_set(self.tensors.values())
-
-    @property
-    def new_dtype(self) -> torch.dtype | None:
-        """The dtype that most of the weights have from now on; None if it is the one before."""
-        after = _main_dtype(self.tensors.values())
-        return self.dtype or (after if after != _main_dtype(self.source.values()) else None)
-
-    def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What goes into config.json: the changes of the layout, and the new dtype."""
-        config = config_after(self.layout, config)
-        return config if self.new_dtype is None else with_dtype(config, self.new_dtype)
-
-    def fingerprint(self) -> str:
-        """What the files will hold, as a hash: of headers, names, expressions and the source files' identities."""
-        # Names once more, as headers do not say which of two tensors of one shape is whose.
-        digest = hashlib.sha256(repr(list(self.tensors)).encode())
-        digest.update(fingerprint(self.tensors.values()).encode())
-        for shard in self.files.shards:
-            digest.update(shard.name.encode() + shard.prefix)
-        return digest.hexdigest()
-
-
 def plan_conversion(
     source: str | os.PathLike[str] | Checkpoint,
     destination: str | os.PathLike[str] | None = None,
     *,
     key: Key | None = None,
     layout: AnyLayout | None = None,
+    allow_patterns: str | Sequence[str] | None = None,
+    ignore_patterns: str | Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     format: FileFormat | None = None,
@@ -146,7 +78,14 @@ def plan_conversion(
         check_dtype(dtype)
     of_weights = [
         what
-        for what, value in (("key", key), ("layout", layout), ("dtype", dtype), ("format", format))
+        for what, value in (
+            ("key", key),
+            ("layout", layout),
+            ("allow_patterns", allow_patterns),
+            ("ignore_patterns", ignore_patterns),
+            ("dtype", dtype),
+            ("format", format),
+        )
         if value is not None
     ]
     format = _file_format(format, layout, destination if file else None)
@@ -170,7 +109,8 @@ def plan_conversion(
                 return _plan_nesting(nesting, file, max_shard_size)
         checkpoint = open_checkpoint(source, key=key, prefer_safetensors=False)
     with collector_paused():
-        tensors, matches = map_tensors(layout, checkpoint)
+        names = select_names(checkpoint, allow_patterns, ignore_patterns, where=checkpoint.path)
+        tensors, matches = map_tensors(layout, {name: checkpoint[name] for name in names})
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         if format == TORCHSCRIPT:
@@ -218,6 +158,8 @@ def convert(
     *,
     key: Key | None = None,
     layout: AnyLayout | None = None,
+    allow_patterns: str | Sequence[str] | None = None,
+    ignore_patterns: str | Sequence[str] | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     format: FileFormat | None = None,
@@ -228,6 +170,7 @@ def convert(
     verify: bool = False,
     durable: bool | None = None,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
+    threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Path:
     """Convert a checkpoint without loading it.
@@ -246,6 +189,9 @@ def convert(
         destination: A directory, or a path that ends in .safetensors for one file and nothing else.
         key: Where the tensors are, as for `open_checkpoint`.
         layout: Any callable from named tensors to named tensors; None keeps names and shapes.
+        allow_patterns: Which of the source's tensors are taken, by name: one pattern or several, as `fnmatch` has them.
+            None takes all.
+        ignore_patterns: Which of these are left out. A pattern of either kind that matches nothing is an error.
         dtype: What floating-point tensors become; None keeps them.
         max_shard_size: Bytes, or a string such as "5GB".
         format: "safetensors", or "torchscript" for a TorchScript archive of each tensor, as SwiftTransformer loads
@@ -261,6 +207,7 @@ def convert(
         durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
             the environment has HF_STREAM_DURABLE=0.
         buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        threads: Threads that move bytes; by default one for each core, and at most four.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Returns:
@@ -277,6 +224,8 @@ def convert(
         destination,
         key=key,
         layout=layout,
+        allow_patterns=allow_patterns,
+        ignore_patterns=ignore_patterns,
         dtype=dtype,
         max_shard_size=max_shard_size,
         format=format,
@@ -291,6 +240,7 @@ def convert(
         verify=verify,
         durable=durable,
         buffer_size=buffer_size,
+        threads=threads,
         progress=progress,
     )
     return Path(destination)
@@ -305,18 +255,12 @@ def run_conversion(
     verify: bool = False,
     durable: bool | None = None,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
+    threads: int | None = None,
     progress: bool | Progress | None = None,
-) -> list[ShardFile]:
-    """Do what was planned for this destination; arguments and errors as in `convert`.
-
-    Returns:
-        The weight files that this run wrote, without those kept from an interrupted one.
-    """
-    target, file = Path(destination), conversion.file
-    if not conversion.tensors and not conversion.nested:
-        raise CheckpointError(f"'{target}': no tensors are left to write; use a layout that keeps some")
-    directory = target if file is None else target.parent
-    _check_apart(conversion.source, directory, file)
+) -> Outcome:
+    """Do what was planned for this destination; arguments and errors as in `convert`."""
+    conversion.check_destination(destination)
+    directory, file = conversion.directory_of(destination), conversion.file
     conversion.matches.report(strict=strict)
     _warn_of_others(conversion)
     staging = Staging(directory, conversion.fingerprint() if resume else None, file=file, durable=durable)
@@ -329,30 +273,25 @@ def run_conversion(
                 changes = conversion.new_dtype is not None or hasattr(conversion.layout, "new_config")
                 new_config = conversion.new_config if changes else None
                 carry(staging, conversion.directory, conversion.carried, new_config)
-            written = _write_shards(staging, conversion.files, conversion.tensors, regions, buffer_size, progress)
+            written = _write_shards(
+                staging, conversion.files, conversion.tensors, regions, buffer_size, threads, progress
+            )
             staging.wait()
-            wrong = verify and _differences(conversion, staging.path, buffer_size, progress)
+            wrong = verify and _differences(conversion, staging.path, buffer_size, threads, progress)
             if wrong:
                 keep = False
-                raise _would_differ(target, wrong)
+                raise _would_differ(destination, wrong)
             keep = False  # what a source gave that has changed meanwhile is of no use
             conversion.source.check_unchanged()
             keep = resume
             staging.commit(entry=conversion.files.entry, stale=conversion.files.family if file is None else None)
-        elif verify and (wrong := _differences(conversion, staging.directory, buffer_size, progress)):
-            raise _would_differ(target, wrong)
+        elif verify and (wrong := _differences(conversion, staging.directory, buffer_size, threads, progress)):
+            raise _would_differ(destination, wrong)
     finally:
         staging.abandon(keep=keep)
-    return written
-
-
-def _main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """The floating-point dtype that has the most elements."""
-    elements: Counter[torch.dtype] = Counter()
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            elements[tensor.dtype] += tensor.numel()
-    return max(elements, key=elements.__getitem__, default=None)
+    names = {shard.name for shard in written}
+    reused = tuple(shard for shard in conversion.files.shards if shard.name not in names)
+    return Outcome(tuple(written), reused, staging.replaced)
 
 
 def _warn_of_others(conversion: Conversion) -> None:
@@ -393,25 +332,12 @@ def _single_file(path: Path) -> str | None:
     return path.name if path.suffix == _SUFFIX else None
 
 
-def _check_apart(source: Checkpoint, directory: Path, file: str | None) -> None:
-    """Refuse to replace the source: after an interruption nobody could tell whether it has been converted already."""
-    paths = [str(source.location), *(storage.path for storage in source.storages.values())]
-    if file is None:
-        paths += [os.path.dirname(path) for path in paths if os.path.isfile(path)]
-    target = directory / (file or "")
-    if any(map(functools.partial(_is_same, target), paths)):
-        raise CheckpointError(f"'{target}' is where the source is; convert to another place")
-
-
-def _is_same(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> bool:
-    """Whether two paths lead to one place; a mount may give it another path."""
-    return os.path.realpath(a) == os.path.realpath(b) or (
-        os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b)
-    )
-
-
 def _differences(
-    conversion: Conversion, directory: Path, buffer_size: int, progress: bool | Progress | None
+    conversion: Conversion,
+    directory: Path,
+    buffer_size: int,
+    threads: int | None,
+    progress: bool | Progress | None,
 ) -> Differences:
     files = {shard.name: directory / shard.name for shard in conversion.files.shards}
     for file in files.values():
@@ -419,12 +345,12 @@ def _differences(
         flush(file)
         drop_pages(file)
     written = Checkpoint(directory, files, archives=conversion.format == TORCHSCRIPT)
-    return verify_checkpoints(written, conversion.tensors, buffer_size=buffer_size, progress=progress)
+    return verify_checkpoints(written, conversion.tensors, buffer_size=buffer_size, threads=threads, progress=progress)
 
 
-def _would_differ(target: Path, differences: Differences) -> CheckpointError:
+def _would_differ(destination: str | os.PathLike[str], differences: Differences) -> CheckpointError:
     return CheckpointError(
-        f"'{target}' would differ from what was to be written:\n{differences}\n"
+        f"'{os.fspath(destination)}' would differ from what was to be written:\n{differences}\n"
         "Check the disk, and that nothing writes to the source; then convert again"
     )
 
@@ -435,6 +361,7 @@ def _write_shards(
     tensors: Mapping[str, torch.Tensor],
     regions: Mapping[str, Region],
     buffer_size: int,
+    threads: int | None,
     progress: bool | Progress | None,
 ) -> list[ShardFile]:
     todo = [shard for shard in files.shards if shard.name not in staging.finished]
@@ -442,7 +369,7 @@ def _write_shards(
     with progress_bar(progress, total, "Converting") as bar:
         for batch in _batches(todo):
             jobs = [(tensors[name], regions[name], name) for shard in batch for name in shard.header.tensors]
-            write_into(jobs, buffer_size=buffer_size, progress=bar or False)
+            write_into(jobs, buffer_size=buffer_size, threads=threads, progress=bar or False)
             close_archives(
                 (regions[name].storage, shard.archive)
                 for shard in batch

@@ -11,6 +11,7 @@ from pathlib import Path
 from hf_stream.checkpoint.again import State, state_of, state_of_directory, until_unchanged
 from hf_stream.checkpoint.archives import ArchiveFile, find_archives
 from hf_stream.checkpoint.beside import first_change, open_beside
+from hf_stream.checkpoint.overview import overview
 from hf_stream.checkpoint.parts import find_parts, is_pattern, part_names
 from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.recovery import check_settled
@@ -144,6 +145,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def __repr__(self) -> str:
         return f"Checkpoint('{self.path}', tensors={len(self)}, files={len(self.files)}, nbytes={self.nbytes})"
+
+    def _repr_html_(self) -> str:
+        return overview(self).html()
 
     @property
     def nbytes(self) -> int:

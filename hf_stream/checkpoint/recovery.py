@@ -10,9 +10,10 @@ from hf_stream.checkpoint.folder import Folder
 from hf_stream.checkpoint.journal import JOURNAL_FILES, read_journal
 from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.replacement import Stage, stage_of
-from hf_stream.checkpoint.staging import FILES, GROWING, Staging, work_beside
-from hf_stream.checkpoint.work import LOCK, WORK_SUFFIX, WorkDirectory, refusal, remove_tree
+from hf_stream.checkpoint.staging import FILES, GROWING, Staging
+from hf_stream.checkpoint.work import LOCK, WORK_SUFFIX, WorkDirectory, refusal, remove_tree, work_beside, work_path
 from hf_stream.errors import CheckpointError
+from hf_stream.storage.durability import boot_id
 
 _UNFINISHED = (Stage.UNDER_WAY, Stage.UNKNOWN)
 
@@ -37,6 +38,30 @@ def check_settled(directory: Path) -> None:
             f"'{directory}': replacing the checkpoint was cut short, or is under way; wait for it, or complete it: "
             f"run: hf-stream clean '{directory}', call hf_stream.checkpoint.settle, or save to it again"
         )
+
+
+def kept_files(directory: Path, fingerprint: str, file: str | None = None) -> Path | None:
+    """The directory of whole files that an interrupted run has left, for one with the same fingerprint to take up.
+
+    Args:
+        directory: That of the destination.
+        fingerprint: Of what is to be written, as for `Staging`.
+        file: The name of the destination in there, if it is one file.
+
+    Raises:
+        CheckpointError: What is there was not left by us.
+    """
+    work = work_path(Path(os.path.realpath(directory)), file)
+    try:
+        with Folder(work, follow=False) as opened:
+            journal = read_journal(work, opened.fd)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        raise refusal(work, "is a link or a file") from None
+    if journal is None or journal.fingerprint != fingerprint or journal.boot not in (None, boot_id()):
+        return None
+    return work / FILES
 
 
 def settle(directory: str | os.PathLike[str]) -> None:

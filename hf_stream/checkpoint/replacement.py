@@ -50,9 +50,7 @@ def plan_replacement(folder: Folder, staged: Folder, *, entry: str, stale: re.Pa
         CheckpointError: Something in the directory is in the way. Nothing there has been changed.
     """
     names = sorted(_all_names(staged), key=lambda name: (_rank(name, entry), name))
-    there = folder.names()
-    going = {name for name in (*there, *names) if stale is not None and stale.fullmatch(name)}
-    states = {name: folder.state(name) for name in (*going, *names)}
+    states = states_before(folder, names, stale)
     hidden = {name: _known(folder, name) for name in _rivals(folder, states)}
     new = {}
     for name in names:
@@ -65,6 +63,12 @@ def plan_replacement(folder: Folder, staged: Folder, *, entry: str, stale: re.Pa
     # Weights first, and of these the index: what is left then is not taken for a checkpoint.
     ordered = sorted(old, key=lambda name: (not is_weight_file(name), *_index_first(name)))
     return Replacement({name: old[name] for name in ordered}, new, hidden)
+
+
+def states_before(folder: Folder, names: Collection[str], stale: re.Pattern[str] | None) -> dict[str, FileState | None]:
+    """What is there under the names of new files, and of old weight files that go when they come."""
+    going = {name for name in (*folder.names(), *names) if stale is not None and stale.fullmatch(name)}
+    return {name: folder.state(name) for name in sorted({*going, *names})}
 
 
 def is_one_step(replacement: Replacement) -> bool:

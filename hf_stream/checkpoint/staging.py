@@ -26,7 +26,7 @@ from hf_stream.checkpoint.folder import Folder
 from hf_stream.checkpoint.journal import JOURNAL, JOURNAL_FILES, Journal, Replacement, read_journal, write_journal
 from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.replacement import Stage, is_one_step, keep_changed, plan_replacement, replace, show, stage_of
-from hf_stream.checkpoint.work import WORK_SUFFIX, WorkDirectory, remove_tree
+from hf_stream.checkpoint.work import WorkDirectory, remove_tree, work_beside, work_path
 from hf_stream.errors import CheckpointError, CopyError
 from hf_stream.storage.durability import Writeback, boot_id, flush, flush_tree, is_durable
 from hf_stream.storage.file import FileStorage
@@ -51,6 +51,7 @@ class Staging:
         path: The directory of the whole files, until `commit`.
         finished: Names of the files that are whole, those of an earlier run included.
         completed: Whether all that was left to do was a replacement with these very files, which is now done.
+        replaced: Bytes of the files that were there before and are gone or replaced, by name; after `commit`.
 
     Raises:
         CheckpointError: The destination cannot be used, holds what no run of ours has left, or another process is
@@ -68,6 +69,7 @@ class Staging:
         self.directory = Path(os.path.realpath(given_path(directory)))
         self.completed = False
         self.finished: set[str] = set()
+        self.replaced: dict[str, int] = {}
         self._durable = is_durable(durable)
         self._fingerprint = fingerprint
         self._replacing = False
@@ -203,6 +205,7 @@ class Staging:
                     self._write_journal(replacement=steps)
                     self._replacing = True
                 replace(steps, folder, staged)
+                self._note_replaced(steps)
                 if self._durable:
                     self._flush_published(lambda: folder.flush((*steps.old, *steps.new, *steps.hidden)))
         except CopyError:
@@ -214,6 +217,9 @@ class Staging:
                 f"'{self.directory}': replacing the checkpoint was cut short: {error}; remedy that, then "
                 f"run: hf-stream clean '{self.directory}', call hf_stream.checkpoint.settle, or save to it again"
             ) from error
+
+    def _note_replaced(self, replacement: Replacement) -> None:
+        self.replaced = {name: state.nbytes for name, state in replacement.old.items()}
 
     def _flush_published(self, flush_names: Callable[[], None]) -> None:
         try:
@@ -281,9 +287,9 @@ class Staging:
         if self.directory.exists() and not self.directory.is_dir():
             raise CheckpointError(f"'{self.directory}' is a file; pass a directory to save into")
         while True:
-            path = self.directory / f".{file}{WORK_SUFFIX}" if file else _work_path(self.directory)
+            path = work_path(self.directory, file)
             work = WorkDirectory(path)
-            if file or path == _work_path(self.directory):
+            if path == work_path(self.directory, file):
                 break
             work.close(remove=True)  # the destination was made by somebody else just before the lock was there
         beside = work_beside(self.directory)
@@ -332,6 +338,7 @@ class Staging:
             if stage is Stage.UNDER_WAY:
                 self._replacing = True
                 replace(keep_changed(replacement, folder), folder, staged)
+                self._note_replaced(replacement)
                 if self._durable:
                     folder.flush((*replacement.old, *replacement.new, *replacement.hidden))
                 self._replacing = False
@@ -381,15 +388,6 @@ def _remove_leftovers(path: Path) -> None:
         work.close(remove=False)
         raise
     work.close(remove=True)
-
-
-def _work_path(directory: Path) -> Path:
-    return directory / WORK_SUFFIX if directory.is_dir() else work_beside(directory)
-
-
-def work_beside(directory: Path) -> Path:
-    """Where the work directory of a destination is that does not exist yet."""
-    return directory.parent / f".{directory.name}{WORK_SUFFIX}"
 
 
 def _unusable(where: str | os.PathLike[str], error: OSError) -> CheckpointError:

@@ -82,6 +82,7 @@ def verify(
     layout: AnyLayout | None = None,
     strict: bool = False,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
+    threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Differences:
     """Compare two checkpoints: names, shapes, dtypes, and every bit, NaNs and zeros' signs included.
@@ -92,6 +93,7 @@ def verify(
         layout: Applied to `a` before comparing.
         strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         buffer_size: Bytes of both sides held at a time, at most; the inputs of one deferred operation come on top.
+        threads: Threads that move bytes; by default one for each core, and at most four.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Returns:
@@ -122,7 +124,7 @@ def verify(
     with progress_bar(progress, total, "Verifying") as bar:
         for batch in _batches(comparable, share):
             todo = [block for block in batch if block.name not in found.values]
-            for block, left, right in _read(todo, buffers, share):
+            for block, left, right in _read(todo, buffers, share, threads):
                 difference = _first_difference(block, left, right)
                 if difference is not None and block.name not in found.values:
                     found.values[block.name] = difference
@@ -162,7 +164,7 @@ def _batches(pairs: Mapping[str, tuple[LazyTensor, LazyTensor]], limit: int) -> 
 
 
 def _read(
-    blocks: list[_Block], buffers: list[torch.Tensor], buffer_size: int
+    blocks: list[_Block], buffers: list[torch.Tensor], buffer_size: int, threads: int | None
 ) -> Iterator[tuple[_Block, torch.Tensor, torch.Tensor]]:
     """Both sides of each block, in the buffers as far as they go; they are gone with the next call."""
     reals: list[list[torch.Tensor]] = [[], []]
@@ -176,7 +178,7 @@ def _read(
             real.append(room.view(side.dtype).view(side.shape))
             jobs.append((side, Region.of(real[-1]), block.name))
         at += _aligned(block.nbytes)
-    write_into(jobs, buffer_size=buffer_size)
+    write_into(jobs, buffer_size=buffer_size, threads=threads)
     return zip(blocks, *reals, strict=True)
 
 

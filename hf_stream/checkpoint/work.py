@@ -194,6 +194,23 @@ class WorkDirectory:
                 return
 
 
+def work_path(directory: Path, file: str | None = None) -> Path:
+    """Where the work directory of a destination is.
+
+    Args:
+        directory: The destination's.
+        file: Its name in there, if it is one file.
+    """
+    if file is not None:
+        return directory / f".{file}{WORK_SUFFIX}"
+    return directory / WORK_SUFFIX if directory.is_dir() else work_beside(directory)
+
+
+def work_beside(directory: Path) -> Path:
+    """Where the work directory of a destination is that does not exist yet."""
+    return directory.parent / f".{directory.name}{WORK_SUFFIX}"
+
+
 def remove_tree(path: str | os.PathLike[str], dir_fd: int | None = None) -> None:
     """Remove a file, a link or a directory with all that is in it, if it is there; links are not followed.
 

@@ -1,4 +1,7 @@
-"""The command line `hf-stream`: one file for each command, data on stdout, talk on stderr."""
+"""The command line `hf-stream`: one file for each command, data on stdout, talk on stderr.
+
+Commands import the rest of the library when they run: help and completion need not wait for torch.
+"""
 
 from __future__ import annotations
 

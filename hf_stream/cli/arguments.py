@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import torch
 
-from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE
-from hf_stream.checkpoint.mapping import SAFETENSORS, TORCHSCRIPT
 from hf_stream.errors import FormatError
-from hf_stream.formats.dtypes import CAST_TARGETS, TORCH_DTYPES
-from hf_stream.formats.shards import parse_size
+
+if TYPE_CHECKING:
+    import torch
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_SHORT = {"fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_SHORT = {"fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
 def _floating_types() -> dict[str, torch.dtype]:
     """Words for a floating-point type: safetensors' names, torch's names, and the usual short ones."""
+    from hf_stream.formats.dtypes import CAST_TARGETS, TORCH_DTYPES
+
     found = {name.lower(): dtype for name, dtype in TORCH_DTYPES.items() if dtype in CAST_TARGETS}
-    return found | {str(dtype).removeprefix("torch."): dtype for dtype in found.values()} | _SHORT
+    found |= {str(dtype).removeprefix("torch."): dtype for dtype in found.values()}
+    return found | {short: found[name] for short, name in _SHORT.items()}
 
 
-class DtypeParam(click.ParamType[torch.dtype]):
+class DtypeParam(click.ParamType["torch.dtype"]):
     """A floating-point type by any of its names."""
 
     name = "dtype"
@@ -43,6 +44,8 @@ class SizeParam(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from hf_stream.formats.shards import parse_size
+
         try:
             nbytes = int(value) if value.isdecimal() else parse_size(value)
         except FormatError as error:
@@ -84,40 +87,35 @@ def layout_options(command: Command) -> Command:
     return layout(inverse(allow_unmatched(command)))
 
 
-def output_options(command: Command) -> Command:
-    """Add `--dtype`, `--max-shard-size` and `--format`."""
-    dtype = click.option(
-        "--dtype",
-        type=DtypeParam(),
-        metavar="TYPE",
-        help="What floating-point tensors become: bf16, fp16, fp32, or any such type by torch's or safetensors' name.",
+def selection_options(command: Command) -> Command:
+    """Add `--include` and `--exclude`, as `hf download` has them for files."""
+    include = click.option(
+        "--include",
+        multiple=True,
+        metavar="PATTERN",
+        help="Take only the tensors whose names match, such as '*.layers.0.*', in quotes. May be given several times.",
     )
-    max_shard_size = click.option(
-        "--max-shard-size",
+    exclude = click.option(
+        "--exclude",
+        multiple=True,
+        metavar="PATTERN",
+        help="Leave out the tensors whose names match. May be given several times.",
+    )
+    return include(exclude(command))
+
+
+def run_options(command: Command) -> Command:
+    """Add `--buffer-size` and `--threads`."""
+    buffer_size = click.option(
+        "--buffer-size",
         type=SizeParam(),
         metavar="SIZE",
-        help=f"Begin a new file beyond this, in bytes or like 200MB.  [default: {DEFAULT_MAX_SHARD_SIZE}]",
+        help="Memory for bytes on their way, in bytes or like 200MB.  [default: 64 MiB]",
     )
-    file_format = click.option(
-        "--format",
-        "file_format",
-        type=click.Choice([SAFETENSORS, TORCHSCRIPT]),
-        help=f"{TORCHSCRIPT} writes a TorchScript archive for each tensor, as SwiftTransformer loads them.  [default: "
-        f"{TORCHSCRIPT} with --layout swift-transformer, else {SAFETENSORS}]",
+    threads = click.option(
+        "--threads",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Threads that move bytes.  [default: one for each core, at most 4]",
     )
-    return dtype(max_shard_size(file_format(command)))
-
-
-def nested_options(command: Command) -> Command:
-    """Add `--nested` and `--skip-unreadable`."""
-    nested = click.option(
-        "--nested",
-        is_flag=True,
-        help="Write all that a file of torch.save or of OLMo holds, in its nesting, into a directory as well.",
-    )
-    skip_unreadable = click.option(
-        "--skip-unreadable",
-        is_flag=True,
-        help="Leave out, with a warning, what OLMo pickled and is no plain value, instead of refusing the file.",
-    )
-    return nested(skip_unreadable(command))
+    return buffer_size(threads(command))

@@ -6,7 +6,6 @@ import os
 
 import click
 
-from hf_stream.checkpoint import clean as clean_checkpoint
 from hf_stream.cli.arguments import quiet_option
 from hf_stream.cli.program import say
 
@@ -22,6 +21,8 @@ def clean(directory: str, force: bool, quiet: bool) -> None:
     first, if that is possible. Anything else under the names of hf_stream's work directories is removed as well; links
     are not followed.
     """
+    from hf_stream.checkpoint import clean as clean_checkpoint
+
     removed = clean_checkpoint(directory, force=force)
     for path in removed:
         click.echo(os.fsencode(path))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import click
 
-from hf_stream.cli.text import table
-from hf_stream.layouts import names
+from hf_stream.utils.text import Table
 
 
 @click.command()
 def layouts() -> None:
     """List the layouts that --layout knows by name."""
-    click.echo(table(("name", "what it makes"), list(names().items())))
+    from hf_stream.layouts import names
+
+    click.echo(str(Table(("name", "what it makes"), list(names().items()))))

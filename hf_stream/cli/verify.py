@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
-import hf_stream
-from hf_stream.checkpoint import Differences, open_checkpoint
-from hf_stream.checkpoint.mapping import map_tensors
 from hf_stream.cli.arguments import key_option, layout_options, quiet_option
-from hf_stream.cli.layout import chosen_layout, refuse_unmatched
 from hf_stream.cli.program import DIFFERENT, say
-from hf_stream.cli.text import count, printable, size
+from hf_stream.utils.text import count, printable, size
+
+if TYPE_CHECKING:
+    from hf_stream.checkpoint import Differences
 
 
 @click.command(epilog="Exit codes: 0 equal; 1 different; 2 an error, usage included.")
@@ -33,6 +34,11 @@ def verify(
     A line on stdout tells each difference. --key is that of A. --layout changes A before it is compared, so that A and
     what `convert` made of it are equal. In how many files the tensors are makes no difference.
     """
+    from hf_stream.checkpoint import open_checkpoint
+    from hf_stream.checkpoint import verify as verify_checkpoints
+    from hf_stream.checkpoint.mapping import map_tensors
+    from hf_stream.cli.layout import chosen_layout, refuse_unmatched
+
     a, b = (
         open_checkpoint(first, key=key, prefer_safetensors=False),
         open_checkpoint(second, prefer_safetensors=False),
@@ -41,7 +47,7 @@ def verify(
     mapped, matches = map_tensors(layout, a)
     refuse_unmatched(matches, allow_unmatched)
     matches.report()
-    differences = hf_stream.verify(mapped, b, progress=False if quiet else None)
+    differences = verify_checkpoints(mapped, b, progress=False if quiet else None)
     if differences:
         click.echo(str(_printable(differences)))
     if not quiet:
@@ -58,6 +64,8 @@ def _number(found: Differences) -> int:
 
 
 def _printable(found: Differences) -> Differences:
+    from hf_stream.checkpoint import Differences
+
     return Differences(
         missing=list(map(printable, found.missing)),
         extra=list(map(printable, found.extra)),

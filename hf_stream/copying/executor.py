@@ -33,12 +33,13 @@ def execute(
     Args:
         copies: What to copy; a Plan or anything that gives copies.
         buffer_size: Bound in bytes on the temporary memory of all threads together.
-        threads: Threads that move bytes, the calling one among them; the default is one per core and at most four.
+        threads: Threads that move bytes, the calling one among them; by default one for each core, and at most four.
         progress: Something with `update(nbytes)`, as a tqdm bar has; or True for a bar on stderr, None for a bar if
             stderr is a terminal. `update` is called with the bytes written, by one thread at a time.
         desc: What the bar calls the work.
 
     Raises:
+        ValueError: There is to be no thread.
         CopyError: a region reaches beyond its storage or is read and written at once (before any byte moves), or
             moving bytes failed: what had not started then never does, and the message says which tensor and files.
     """
@@ -47,6 +48,8 @@ def execute(
     total = plan.nbytes_written
     if threads is None:
         threads = min(4, os.cpu_count() or 1)
+    elif threads < 1:
+        raise ValueError(f"threads={threads}: bytes are moved by one thread at least")
     threads = max(1, min(threads, total // _WORTH_A_THREAD))
     share = max(1, buffer_size // threads)
     moves = schedule(plan, share)

@@ -27,6 +27,7 @@ def write_into(
     jobs: Iterable[Job],
     *,
     buffer_size: int = DEFAULT_BUFFER_SIZE,
+    threads: int | None = None,
     progress: bool | Progress | None = False,
     desc: str = "",
 ) -> None:
@@ -35,6 +36,7 @@ def write_into(
     Args:
         jobs: Triples of a tensor (lazy or real), the region to fill (the same size) and a name for error messages.
         buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        threads: Threads that move bytes; by default one for each core, and at most four.
         progress: True for a bar in bytes, None for a bar on terminals only, or an object with `update(n)`.
         desc: What the bar says.
 
@@ -50,10 +52,10 @@ def write_into(
         with progress_bar(progress, total, desc) as bar:
             # Not `bar or False`: a bar of unknown length has no truth value.
             counter = False if bar is None else bar
-            execute(copies, buffer_size=buffer_size, progress=counter)
+            execute(copies, buffer_size=buffer_size, threads=threads, progress=counter)
             for compute, outputs in run_deferred(pending, buffer_size):
                 entries = [entry.copy_from(outputs) for entry in pending[compute]]
-                execute(entries, buffer_size=buffer_size, progress=counter)
+                execute(entries, buffer_size=buffer_size, threads=threads, progress=counter)
                 del entries, outputs  # before the next operation runs
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import re
-from importlib import import_module
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,9 @@ from command_line import CONFIG, assert_same, llama, load, run
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from hf_stream import checkpoint
 from hf_stream.copying.progress import Progress
+from hf_stream.utils.text import count, size
 
 
 def test_convert_packs_with_sizes_from_the_config_and_carries_files_along(source: Path, tmp_path: Path) -> None:
@@ -126,11 +128,10 @@ def test_quiet_leaves_the_path_only(source: Path, tmp_path: Path) -> None:
 
 
 def convert_with(monkeypatch: pytest.MonkeyPatch, progress: Progress, *args: str | Path) -> Result:
-    command = import_module("hf_stream.cli.convert")  # the package's attribute of that name is the command itself
-    convert = command.run_conversion
+    convert = checkpoint.run_conversion
     with monkeypatch.context() as patch:
         patch.setattr(
-            command, "run_conversion", lambda *args, **options: convert(*args, **{**options, "progress": progress})
+            checkpoint, "run_conversion", lambda *args, **options: convert(*args, **{**options, "progress": progress})
         )
         return run("convert", *args)
 
@@ -183,17 +184,88 @@ def test_an_interrupted_conversion_says_how_to_go_on_and_does(
     options = ("--max-shard-size", "2KB", "-l", "packed-qkv")
     result = convert_with(monkeypatch, Stop(), source, tmp_path / "out", *options)
     assert (result.exit_code, result.stdout) == (130, "")
-    assert result.stderr == "\ninterrupted: the same command goes on where it stopped\n"
+    work = tmp_path / ".out.hf-stream"
+    finished = {file.name: file.stat().st_size for file in (work / "files").glob("*.safetensors")}
+    assert finished
+    kept = f"{count(len(finished), 'file')}, {size(sum(finished.values()))}"
+    assert result.stderr == (
+        f"\ninterrupted: '{work}' keeps {kept.replace(' file', ' finished file')}; the same command goes on from "
+        f"there, and 'hf-stream clean {tmp_path / 'out'}' removes what is kept\n"
+    )
     assert not (tmp_path / "out").exists()
+
+    plan = json.loads(run("plan", source, tmp_path / "out", *options, "--json").stdout)
+    assert {entry["file"]: entry["nbytes"] for entry in plan["keep"]} == finished
+    assert not json.loads(run("plan", source, tmp_path / "out", *options, "--no-resume", "--json").stdout)["keep"]
+    assert not json.loads(run("plan", source, tmp_path / "other", *options, "--json").stdout)["keep"]
 
     again = run("convert", source, tmp_path / "out", *options)
     assert again.exit_code == 0
-    kept = re.search(r"wrote (.*) in (\d) files? \((\d) more kept from an interrupted run\)", again.stderr)
-    assert kept is not None
-    assert int(kept[2]) + int(kept[3]) == len(list((tmp_path / "out").glob("*.safetensors")))
+    first, second = again.stderr.splitlines()
+    written = [entry for entry in plan["write"] if entry["tensors"]]
+    assert first.startswith(f"read {size(plan['nbytes_read'])}, wrote ")
+    assert f" in {count(len(written), 'file')} in " in first
+    assert second == f"took over {kept}, of an interrupted run"
+    assert len(written) + len(finished) == len(list((tmp_path / "out").glob("*.safetensors")))
     fresh = run("convert", source, tmp_path / "fresh", *options)
-    assert "kept" not in fresh.stderr
+    assert "interrupted" not in fresh.stderr
     assert_same(load(tmp_path / "out"), load(tmp_path / "fresh"))
+
+
+def test_what_is_replaced_is_said_beforehand_and_afterwards(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    new = run("convert", source, out, "--max-shard-size", "2KB")
+    (out / "notes.txt").write_text("mine")
+    assert "replaced" not in new.stderr
+    before = {str(file.relative_to(out)): file.stat().st_size for file in out.rglob("*") if file.is_file()}
+    del before["notes.txt"]
+
+    plan = json.loads(run("plan", source, out, "--json").stdout)
+    assert {entry["file"]: entry["nbytes"] for entry in plan["replace"]} == before
+    assert not json.loads(run("plan", source, "--json").stdout)["replace"]
+
+    again = run("convert", source, out)
+    nbytes = size(sum(before.values()))
+    assert again.stderr.splitlines()[1:] == [f"replaced {len(before)} files in '{out}', {nbytes}"]
+    assert (out / "notes.txt").read_text() == "mine"
+
+    file = tmp_path / "one.safetensors"
+    assert "replaced" not in run("convert", source, file).stderr
+    again = run("convert", source, file)
+    assert again.stderr.splitlines()[1:] == [f"replaced '{file}', {size(file.stat().st_size)}"]
+
+
+class Threads:
+    """Progress that notes who moves bytes."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def update(self, n: int) -> None:
+        self.seen.add(threading.get_ident())
+
+
+def test_one_thread_is_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {str(i): torch.full((1 << 20,), float(i)) for i in range(16)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    threads = Threads()
+    options = ("--threads", "1", "--buffer-size", "1MB", "--verify")
+    result = convert_with(monkeypatch, threads, tmp_path / "a.safetensors", tmp_path / "out", *options)
+
+    assert result.exit_code == 0
+    assert threads.seen == {threading.get_ident()}
+    assert_same(load(tmp_path / "out"), tensors)
+
+
+def test_include_and_exclude_choose_tensors(source: Path, tmp_path: Path) -> None:
+    options = ("--include", "*.layers.*", "--include", "norm*", "--exclude", "*.1.*")
+    assert run("convert", source, tmp_path / "out", *options).exit_code == 0
+    wanted = {name: tensor for name, tensor in llama().items() if ".layers.0." in name or name == "norm.weight"}
+    assert_same(load(tmp_path / "out"), wanted)
+    listed = json.loads(run("inspect", source, *options, "--json").stdout)
+    assert {tensor["name"] for tensor in listed["tensors"]} == wanted.keys()
+    assert listed["nbytes"] == sum(tensor.nbytes for tensor in wanted.values())
+    assert run("inspect", source, *options).stdout.splitlines()[-1] == "4 tensors in 1 file: 528 elements, 2.11 KB"
 
 
 def test_an_interrupted_conversion_without_resume_leaves_nothing(

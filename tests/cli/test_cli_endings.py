@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 
 import hf_stream
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_layouts_are_listed_with_what_they_make() -> None:
     lines = run("layouts").stdout.splitlines()
@@ -31,6 +33,58 @@ def test_help_and_version() -> None:
         assert command in shown.stdout
         assert run(command, "-h").exit_code == 0
     assert "Exit codes: 0 done; 1 verify found a difference; 2 an error" in " ".join(shown.stdout.split())
+
+
+def test_the_package_runs_as_a_module() -> None:
+    shown = process("--version")
+    assert (shown.returncode, shown.stdout) == (0, f"hf-stream {hf_stream.__version__}\n".encode())
+
+
+COMMANDS: dict[str, tuple[str, list[str]]] = {
+    "inspect": ("open_checkpoint", ["{source}"]),
+    "plan": ("plan_conversion", ["{source}"]),
+    "convert": ("run_conversion", ["{source}", "{tmp}/out"]),
+    "verify": ("verify", ["{source}", "{source}"]),
+    "clean": ("clean", ["{tmp}"]),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("flag", [[], ["--debug"]])
+def test_what_nobody_expects_is_one_line_and_exit_code_2(
+    command: str, flag: list[str], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object, **__: object) -> None:
+        raise KeyError("first line\nsecond")
+
+    function, args = COMMANDS[command]
+    monkeypatch.setattr(hf_stream.checkpoint, function, crash)
+    result = run(command, *(arg.format(source=source, tmp=tmp_path) for arg in args), *flag)
+
+    *trace, last = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert last.startswith(r"error: KeyError: 'first line\nsecond' (unexpected: ")
+    assert "`hf-stream env`" in last
+    assert bool(trace) == bool(flag)
+    assert not trace or (trace[0] == "Traceback (most recent call last):" and "in crash" in result.stderr)
+
+
+@pytest.mark.parametrize("args", [["--debug", "inspect", "{tmp}/nowhere"], ["inspect", "{tmp}/nowhere", "--debug"]])
+def test_debug_shows_where_an_error_comes_from(args: list[str], tmp_path: Path) -> None:
+    result = run(*(arg.format(tmp=tmp_path) for arg in args))
+
+    lines = result.stderr.splitlines()
+    assert result.exit_code == 2
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1].startswith("error: '")
+    assert "nowhere' does not exist" in lines[-1]
+
+
+def test_mistakes_before_the_command_are_errors_like_others() -> None:
+    result = run("--nothing")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[0] == "error: No such option '--nothing'."
+    assert run().exit_code == 2
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
@@ -141,6 +195,23 @@ def test_ctrl_c_before_anything_is_written(source: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "torch",
+    [
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n",
+        # What pybind11 does with an exception in a module's initialisation.
+        "raise ImportError('initialization failed') from KeyboardInterrupt()\n",
+    ],
+)
+def test_ctrl_c_while_torch_is_imported(torch: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "torch.py").write_text(torch)
+
+    result = process("verify", source, source, PYTHONPATH=f"{tmp_path / 'first'}:{ROOT}")
+
+    assert (result.returncode, result.stdout, result.stderr) == (128 + signal.SIGINT, b"", b"\ninterrupted\n")
+
+
 def test_paths_and_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     save_file({"\u03b1": torch.zeros(2)}, tmp_path / "a.safetensors")
     destination = os.fsencode(tmp_path) + b"/out-\xff"
@@ -150,6 +221,13 @@ def test_paths_and_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
 
     assert shown.stdout.splitlines()[1].startswith(rb"\u03b1 ")
     assert (converted.returncode, converted.stdout) == (0, destination + b"\n")
+
+
+@pytest.mark.parametrize("args", [["--help"], ["convert", "--help"], ["--version"], ["nonsense"]])
+def test_help_does_not_wait_for_torch(args: list[str], tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('imported')")
+    result = process(*args, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert b"imported" not in result.stderr
 
 
 def test_the_command_starts_without_transformers(source: Path) -> None:

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from command_line import llama, run
+from command_line import llama, process, run
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 import hf_stream
+from hf_stream.cli import main
 
 
 def test_inspect_lists_what_safetensors_finds(source: Path) -> None:
@@ -29,13 +33,55 @@ def test_inspect_lists_what_safetensors_finds(source: Path) -> None:
 
 
 def test_inspect_prints_a_table_and_totals(source: Path) -> None:
-    lines = run("inspect", source).stdout.splitlines()
+    lines = run("inspect", source, "--full").stdout.splitlines()
 
     assert lines[0].split() == ["name", "dtype", "shape", "bytes", "file"]
     assert lines[1].startswith("model.embed_tokens.weight")
     assert lines[1].split()[1:] == ["F32", "[32,", "16]", "2.05", "KB", "model.safetensors"]
     assert len(lines) == 1 + len(llama()) + 1
     assert lines[-1] == "8 tensors in 1 file: 1,552 elements, 6.21 KB"
+
+
+def test_inspect_collapses_layers(source: Path) -> None:
+    lines = [line.split() for line in run("inspect", source).stdout.splitlines()]
+
+    assert lines[:2] == [
+        ["name", "tensors", "dtype", "shape", "bytes", "file"],
+        ["model.embed_tokens.weight", "1", "F32", "[32,", "16]", "2.05", "KB", "model.safetensors"],
+    ]
+    assert [line[:2] for line in lines[2:-1]] == [
+        ["model.layers.{0..1}.self_attn.k_proj.weight", "2"],
+        ["model.layers.{0..1}.self_attn.q_proj.weight", "2"],
+        ["model.layers.{0..1}.self_attn.v_proj.weight", "2"],
+        ["norm.weight", "1"],
+    ]
+    assert lines[3][2:] == ["F32", "[16,", "16]", "2.05", "KB", "model.safetensors"]
+
+
+def test_inspect_fits_the_terminal(source: Path) -> None:
+    def lines(*options: str) -> list[str]:
+        master, slave = pty.openpty()
+        with open(master, "rb", closefd=False) as terminal:
+            result = process("inspect", source, *options, stdout=slave, COLUMNS="70")
+            os.close(slave)
+            assert result.returncode == 0
+            shown = terminal.read1(1 << 16).decode()
+        os.close(master)
+        return shown.splitlines()
+
+    fitted = lines()
+    assert max(map(len, fitted)) == 70
+    assert fitted[0].split() == ["name", "tensors", "dtype", "shape", "bytes"]
+    assert fitted[2].startswith("...")
+    assert ".self_attn.k_proj.weight  " in fitted[2]
+    assert len(max(lines("--full"), key=len)) > 70
+    assert "..." not in run("inspect", source).stdout
+
+
+def test_a_checkpoint_in_a_notebook_is_the_same_table(source: Path) -> None:
+    html = hf_stream.open_checkpoint(source)._repr_html_()
+    for cell in ("model.layers.{0..1}.self_attn.q_proj.weight", "[16, 16]", "8 tensors in 1 file"):
+        assert cell in html
 
 
 def test_inspect_reads_nothing_but_headers(tmp_path: Path) -> None:
@@ -81,7 +127,11 @@ def test_inspect_says_what_a_nested_state_is_made_of(tmp_path: Path) -> None:
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     assert lines[0].split()[0] == "name"
-    assert lines[16:] == [
+    assert [line.split()[:2] for line in lines[1:3]] == [
+        ["rng/1", "1"],
+        ["optimizer/state/{0..13}/momentum_buffer", "14"],
+    ]
+    assert lines[3:] == [
         "15 tensors in 1 file: 87 elements, 360 B",
         "nested state: dict of 4",
         "  optimizer: dict of 2",
@@ -142,6 +192,54 @@ def test_plan_counts_what_each_rule_takes(source: Path, layout_file: Path) -> No
     result = run("plan", source, *options, "--allow-unmatched", "--json")
     assert result.exit_code == 0
     assert [entry["tensors"] for entry in json.loads(result.stdout)["rules"]] == [6, 0]
+
+
+OPTIONS = [
+    (),
+    ("--layout", "packed-qkv", "--dtype", "bf16", "--max-shard-size", "1200"),
+    ("--include", "*.layers.*", "--exclude", "*.1.*", "--json"),
+    ("--verify", "--no-resume", "--no-durable", "--quiet", "--threads", "3", "--buffer-size", "1MB"),
+    ("--format", "torchscript", "--json"),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_dry_run_is_the_plan_and_writes_nothing(options: tuple[str, ...], source: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    plan = run("plan", source, tmp_path / "out", *options)
+    dry = run("convert", source, tmp_path / "out", *options, "--dry-run")
+
+    assert (plan.exit_code, plan.stderr) == (0, "")
+    assert (dry.exit_code, dry.stdout, dry.stderr) == (0, plan.stdout, "")
+    assert run("plan", source, *options).stdout == plan.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_plan_takes_the_whole_command_line_of_convert() -> None:
+    convert, plan = (
+        {option for param in main.commands[name].params for option in param.opts} for name in ("convert", "plan")
+    )
+    assert plan == convert - {"--dry-run"}
+
+
+def test_plan_refuses_what_convert_refuses(source: Path, tmp_path: Path) -> None:
+    assert "is where the source is" in run("plan", source, source).stderr
+    assert "no tensors are left" in run("plan", source, tmp_path / "out", "--exclude", "*").stderr
+    result = run("convert", source, tmp_path / "out", "--json")
+    assert (result.exit_code, result.stderr.splitlines()[0]) == (2, "error: --json is for --dry-run.")
+
+
+def test_the_buffer_counts_as_memory(source: Path) -> None:
+    assert json.loads(run("plan", source, "--buffer-size", "1MB", "--json").stdout)["peak_nbytes"] == 1_000_000
+
+
+def test_a_plan_in_python_prints_the_same_table(source: Path) -> None:
+    plan = hf_stream.plan_conversion(source, max_shard_size="4KB")
+
+    assert f"{plan}\n" == run("plan", source, "--max-shard-size", "4KB").stdout
+    assert repr(plan) == f"Conversion('{source}', tensors=8, files=2, nbytes={plan.files.nbytes})"
+    for cell in ("model-00001-of-00002.safetensors", "config.json", "needs at most 67.1 MB of memory"):
+        assert cell in plan._repr_html_()
 
 
 def test_plan_prints_a_table(source: Path) -> None:

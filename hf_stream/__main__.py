@@ -1,4 +1,4 @@
-"""Runs the command line as `python -m hf_stream.cli`."""
+"""Runs the command line as `python -m hf_stream`."""
 
 from __future__ import annotations
 

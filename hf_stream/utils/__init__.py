@@ -1,0 +1,1 @@
+"""What any folder may use, and what knows nothing of tensors: text for people."""

@@ -13,6 +13,7 @@ import torch
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.errors import CheckpointError, HfStreamError
 from hf_stream.formats import is_weight_file
+from hf_stream.formats.regular_files import read_small
 
 _CONFIG = "config.json"
 LAYOUT_RECORD = "hf_stream.json"
@@ -75,7 +76,7 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 def _changed(path: Path, new_config: NewConfig) -> bytes | None:
     """The new content of a config, or None if it stays as it is."""
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_small(path))
         changed = new_config(config) if isinstance(config, dict) else config
         if changed == config:
             return None

@@ -273,6 +273,8 @@ def run_conversion(
                 changes = conversion.new_dtype is not None or hasattr(conversion.layout, "new_config")
                 new_config = conversion.new_config if changes else None
                 carry(staging, conversion.directory, conversion.carried, new_config)
+                if conversion.carried:
+                    conversion.source.check_in_place()
             written = _write_shards(
                 staging, conversion.files, conversion.tensors, regions, buffer_size, threads, progress
             )

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from hf_stream.checkpoint.folder import FileState, is_inside
 from hf_stream.checkpoint.work import refusal, remove_tree
+from hf_stream.errors import CheckpointError
 from hf_stream.formats import is_weight_file
 from hf_stream.storage.durability import flush
 
@@ -101,9 +102,12 @@ def write_journal(journal: Journal, work: Path, dir_fd: int, *, durable: bool) -
 
     Raises:
         OSError: It cannot be written. The one that was there is there still.
+        CheckpointError: It would be one that is not read again, for its size.
     """
     new = JOURNAL + ".new"
     content = json.dumps(_encoded(journal)).encode()
+    if len(content) > _MAX_NBYTES:
+        raise CheckpointError(f"'{work.parent}': there are too many files to replace them; save to a new directory")
     try:
         # A file of its own: whatever is there may be a second name of another one.
         remove_tree(new, dir_fd)

@@ -94,8 +94,23 @@ class Checkpoint(Mapping[str, LazyTensor]):
         else:
             for file in files:
                 self._add(file, weight_map or {})
-        for file, location in files.items():
-            self._check_in_place(file, location)
+        # Old files beside new ones: some were opened before somebody replaced the checkpoint, some after.
+        self.check_in_place()
+
+    def check_in_place(self) -> None:
+        """Refuse files that are no longer where they were opened: what lies beside them may belong to others.
+
+        Raises:
+            CheckpointError: One was replaced, moved or deleted; names it.
+        """
+        for file, storage in self.storages.items():
+            try:
+                status = os.stat(storage.path)
+                there = storage.place == ("file", status.st_dev, status.st_ino)
+            except FileNotFoundError:
+                there = False
+            if not there:
+                raise CheckpointError(f"'{self.path}': '{file}' was replaced while it was in use; open it again")
 
     def check_unchanged(self) -> None:
         """Refuse files that are not as they were when they were opened.
@@ -116,16 +131,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
                     f"'{name}' is in two files of '{self.path}': '{other}' and '{file}'; "
                     "pass the path of one of them, or add an index that says which one counts"
                 )
-
-    def _check_in_place(self, file: str, location: Path) -> None:
-        """Refuse old files beside new ones: some were opened before somebody replaced the checkpoint, some after."""
-        try:
-            status = os.stat(location)
-            there = self.files[file].storage.place == ("file", status.st_dev, status.st_ino)
-        except FileNotFoundError:
-            there = False
-        if not there:
-            raise CheckpointError(f"'{self.path}': '{file}' was replaced while it was being opened; open it again")
 
     def __getitem__(self, name: str) -> LazyTensor:
         lazy = self._lazies.get(name)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import weakref
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +28,7 @@ from hf_stream.checkpoint.replacement import Stage, is_one_step, keep_changed, p
 from hf_stream.checkpoint.work import WorkDirectory, remove_tree, work_beside, work_path
 from hf_stream.errors import CheckpointError, CopyError
 from hf_stream.storage.durability import Writeback, boot_id, flush, flush_tree, is_durable
-from hf_stream.storage.file import FileStorage
+from hf_stream.storage.file import FileStorage, copy_file
 
 logger = logging.getLogger(__name__)
 
@@ -133,9 +132,10 @@ class Staging:
         if self._durable:
             if self._flusher is None:
                 self._flusher = ThreadPoolExecutor(1, "hf_stream flush")
-            self._flushes[name] = self._flusher.submit(self._publish, name)
-        else:
-            self._check(name, self._publish, name)
+            with suppress(RuntimeError):  # no thread can be started: there are too many, or the interpreter ends
+                self._flushes[name] = self._flusher.submit(self._publish, name)
+                return
+        self._check(name, self._publish, name)
 
     def wait(self) -> None:
         """Wait until all finished files are on the disk.
@@ -158,7 +158,7 @@ class Staging:
     def copy(self, name: str, source: Path) -> None:
         """Add a small file that is elsewhere already."""
         try:
-            shutil.copyfile(source, self._fresh_place(name))
+            copy_file(source, self._fresh_place(name))
         except OSError as error:
             raise _unusable(self.directory / name, error) from error
 

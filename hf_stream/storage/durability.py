@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -123,6 +124,7 @@ class Writeback:
         self._paths: set[Path] = set()
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._process = os.getpid()
         self._thread: threading.Thread | None = None
 
     def add(self, path: Path) -> None:
@@ -130,8 +132,10 @@ class Writeback:
         with self._lock:
             self._paths.add(path)
             if self._thread is None and self._start_writing is not None:
-                self._thread = threading.Thread(target=self._run, name="hf_stream writeback", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="hf_stream writeback", daemon=True)
+                with suppress(RuntimeError):  # the interpreter ends, or there are too many
+                    thread.start()
+                    self._thread = thread
 
     def remove(self, path: Path) -> None:
         """Look no longer after a file."""
@@ -139,8 +143,9 @@ class Writeback:
             self._paths.discard(path)
 
     def stop(self) -> None:
-        """Stop soon."""
-        self._closing.set()
+        """Stop soon; in a forked child, which has no such thread, do nothing."""
+        if self._process == os.getpid():  # another thread may have held the event's lock when the child was forked
+            self._closing.set()
 
     def close(self) -> None:
         """Stop; no file is looked at any more."""

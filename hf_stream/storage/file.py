@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from hf_stream.storage.opened import FileIdentity, OpenedFile
 # What one call of preadv and pwritev takes at most (IOV_MAX on Linux and macOS).
 MAX_BUFFERS = 1024
 
+_CHUNK = 1 << 20
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _NO_COPY_FILE_RANGE = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
@@ -256,3 +257,34 @@ def reserve_space(fd: int, nbytes: int, name: str, start: int = 0) -> None:
     if free.f_bavail * free.f_frsize < nbytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
     os.ftruncate(fd, max(start + nbytes, os.fstat(fd).st_size))
+
+
+def copy_file(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Copy a file's bytes to a new file. Its holes stay holes: a small file cannot fill the disk.
+
+    Raises:
+        CheckpointError: The source is no regular file.
+        OSError: It cannot be read, or the target is there already or cannot be written.
+    """
+    with open(open_regular(source), "rb", buffering=0) as old, open(target, "xb", buffering=0) as new:
+        for start, stop in _filled(old.fileno()):
+            while start < stop and (data := os.pread(old.fileno(), min(stop - start, _CHUNK), start)):
+                start += os.pwrite(new.fileno(), data, start)
+        os.ftruncate(new.fileno(), os.fstat(old.fileno()).st_size)
+
+
+def _filled(fd: int) -> Iterator[tuple[int, int]]:
+    """Where a file has bytes, from one to the other; all of it where the system cannot tell."""
+    at, nbytes = 0, os.fstat(fd).st_size
+    while at < nbytes:
+        start, stop = at, nbytes
+        if hasattr(os, "SEEK_DATA"):
+            try:
+                start = os.lseek(fd, at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                return  # a hole up to the end
+            stop = os.lseek(fd, start, os.SEEK_HOLE)
+        yield start, stop
+        at = stop

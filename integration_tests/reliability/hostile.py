@@ -48,11 +48,18 @@ def _train(place: Path) -> None:
 
 
 def _resume(place: Path) -> None:
+    _trainer(place)._load_from_checkpoint(str(place))
+
+
+def _save_model(place: Path) -> None:
+    _trainer(place).save_model(str(place))
+
+
+def _trainer(place: Path) -> Any:
     from trainings import llama as trained
     from trainings import trainer
 
-    run = trainer(trained(), place, hf_stream.StreamingCheckpointCallback(hf_stream.Layout([])))
-    run._load_from_checkpoint(str(place))
+    return trainer(trained(), place, hf_stream.StreamingCheckpointCallback(hf_stream.Layout([])))
 
 
 def _from_pretrained(place: Path) -> None:
@@ -90,6 +97,7 @@ ENTRIES: dict[str, Callable[[Path], Any]] = {
     "save_pretrained": lambda place: hf_stream.save_pretrained(llama(2.0), place, **QUIET),
     "Trainer": _train,
     "resume": _resume,
+    "save_model": _save_model,
     "from_pretrained": _from_pretrained,
     "hf-stream clean": _command("clean", "{}"),
     "hf-stream inspect": _command("inspect", "{}"),
@@ -100,7 +108,7 @@ _WHO_MEETS = {
     "../": ("clean", "save into a new directory", "convert into it", "save", "hf-stream clean"),
     ".s.": ("clean", "save_nested to a file", "hf-stream clean"),
     "_checkpoint": ("clean", "Trainer", "save", "open"),
-    "hf_stream.json": ("Trainer", "resume", "convert it", "save_pretrained", "from_pretrained"),
+    "hf_stream.json": ("Trainer", "resume", "save_model", "convert it", "save_pretrained", "from_pretrained"),
     "model": (
         "open",
         "save",
@@ -113,7 +121,7 @@ _WHO_MEETS = {
     ),
 }
 # These end with an error of transformers' own where a file of the checkpoint is no good.
-_THEIRS = ("from_pretrained", "Trainer", "resume", "save_pretrained")
+_THEIRS = ("from_pretrained", "Trainer", "resume", "save_model", "save_pretrained")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -64,9 +65,11 @@ def read(reader: Reader, path: Path) -> str | None:
 
 
 def is_ours(error: Exception) -> bool:
-    """Whether an error was raised in our own code, and not in a library below or above it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return frames[-1].filename.startswith(os.path.dirname(hf_stream.__file__) + "/")
+    """Whether our own code raised an error, or what it called of Python's own library, and not another library."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    of_python = (sysconfig.get_path("stdlib") + "/", "<frozen ")
+    last = next(file for file in reversed(files) if "site-packages" in file or not file.startswith(of_python))
+    return last.startswith(os.path.dirname(hf_stream.__file__) + "/")
 
 
 def digest(tensors: Mapping[str, torch.Tensor], more: Any = None) -> str:

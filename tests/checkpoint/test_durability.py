@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -228,6 +230,28 @@ def test_no_thread_outlives_a_save(tmp_path: Path) -> None:
     del dropped
     started.join(10)
     assert not started.is_alive()
+
+
+def test_a_save_at_the_end_of_a_process_needs_no_thread(tmp_path: Path) -> None:
+    program = (
+        "import atexit, sys, torch, hf_stream\n"
+        "tensors = {'x': torch.ones(500), 'y': torch.zeros(500)}\n"
+        "atexit.register(hf_stream.save_checkpoint, tensors, sys.argv[1], max_shard_size=2100)\n"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "out"], check=True)
+    assert hf_stream.open_checkpoint(tmp_path / "out").nbytes == 4000
+
+
+def test_a_save_that_can_start_no_thread_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    journal = Journal(monkeypatch)
+    hf_stream.save_checkpoint(_TENSORS, tmp_path / "out", max_shard_size=4100)
+    assert not hf_stream.verify(_TENSORS, tmp_path / "out")
+    for name in files_of(tmp_path / "out"):
+        assert journal.first("flush", name) < journal.first("name", "out")
 
 
 def test_what_a_file_holds_is_written_while_it_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

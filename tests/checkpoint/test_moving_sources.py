@@ -70,6 +70,15 @@ def test_a_source_that_changed_after_it_was_opened_is_an_error(source: Path) -> 
     assert os.listdir(source.parent) == ["a"]
 
 
+def test_what_lies_beside_other_weights_since_is_not_carried_along(source: Path) -> None:
+    checkpoint = hf_stream.open_checkpoint(source)
+    hf_stream.save_checkpoint({name: -tensor for name, tensor in TENSORS.items()}, source, max_shard_size=256)
+    (source / "config.json").write_text('{"x": 2}')
+    with pytest.raises(CheckpointError, match="was replaced while it was in use; open it again"):
+        hf_stream.convert(checkpoint, source.parent / "b")
+    assert os.listdir(source.parent) == ["a"]
+
+
 def test_a_source_that_is_deleted_meanwhile_was_read_all_the_same(source: Path) -> None:
     def delete() -> None:
         for file in source.glob("*.safetensors"):

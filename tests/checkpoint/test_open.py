@@ -222,7 +222,7 @@ def test_the_files_of_two_checkpoints_are_told_apart_without_an_index(
             hf_stream.save_checkpoint(new, tmp_path, max_shard_size=48)
 
     monkeypatch.setattr(hf_stream.Checkpoint, "_add", add_and_replace)
-    with pytest.raises(CheckpointError, match=f"'{_shard(1)}' was replaced while it was being opened"):
+    with pytest.raises(CheckpointError, match=f"'{_shard(1)}' was replaced while it was in use"):
         open_checkpoint(tmp_path)
 
 

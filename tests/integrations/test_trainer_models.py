@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import nn
 from trainings import EXPERTS, SIZES, contents, differing, llama, moe, names, quickly, trainer, weights_of
 
 from hf_stream import CheckpointError, Layout, LayoutError, StreamingMixin
-from hf_stream.integrations.trainer import StreamingCheckpointCallback, weights
+from hf_stream.integrations.trainer import StreamingCheckpointCallback
 from hf_stream.layouts import Rename, packed_gate_up, stacked_experts
 
 WEIGHTS = "model.safetensors"
@@ -50,21 +52,54 @@ def test_a_module_of_ones_own_is_saved_and_resumed(tmp_path: Path) -> None:
         again._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
 
 
-def test_older_weights_of_a_module_are_whole_until_the_new_ones_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = trainer(nn.Sequential(nn.Linear(2, 2)), tmp_path, StreamingCheckpointCallback())
-    run.save_model(str(tmp_path / "final"))
+def test_what_was_saved_of_a_module_stays_whole_until_the_new_files_are(tmp_path: Path) -> None:
+    class Interrupts:
+        def update(self, n: int) -> None:
+            raise KeyboardInterrupt
+
+    module = nn.Sequential(nn.Linear(2, 2))
+    trainer(module, tmp_path, StreamingCheckpointCallback()).save_model(str(tmp_path / "final"))
     assert names(tmp_path / "final") == [WEIGHTS, "training_args.bin"]
     before = contents(tmp_path / "final")
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(weights, "save_module", interrupted)
+    run = trainer(module, tmp_path, StreamingCheckpointCallback(progress=Interrupts()), learning_rate=0.5)
     with pytest.raises(KeyboardInterrupt):
         run.save_model(str(tmp_path / "final"))
-    assert contents(tmp_path / "final")[WEIGHTS] == before[WEIGHTS]
+    assert contents(tmp_path / "final") == before
+
+
+def test_what_a_final_model_is_saved_over_leads_nowhere(tmp_path: Path) -> None:
+    """As in a downloaded directory, whose files may be links."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    for kind, model in (("module", nn.Sequential(nn.Linear(2, 2))), ("model", llama())):
+        final = tmp_path / kind
+        final.mkdir()
+        for name in ("hf_stream.json", *(["training_args.bin"] if kind == "module" else [])):
+            (final / name).symlink_to(precious)
+        run = trainer(model, tmp_path, StreamingCheckpointCallback(Layout([])))
+        run.save_model(str(final))
+        assert precious.read_text() == "precious"
+        assert not any(path.is_symlink() for path in final.iterdir())
+        assert (final / "hf_stream.json").read_text() == '{\n  "layout": "Layout([])"\n}\n'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"[]", b"5", b"{}", b'{"layout": 5}', b'{"layout": ["x"]}', b"[" * 100_000, b"\xff"],
+    ids=lambda content: f"{content!r:.20}",
+)
+def test_a_layout_record_that_we_have_not_written_is_an_error_in_words(tmp_path: Path, content: bytes | None) -> None:
+    llama().save_pretrained(tmp_path / "checkpoint-1")
+    record = tmp_path / "checkpoint-1" / "hf_stream.json"
+    if content is None:
+        os.mkfifo(record)
+    else:
+        record.write_bytes(content)
+    run = trainer(llama(seed=1), tmp_path, StreamingCheckpointCallback(Layout([])))
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=re.escape(str(record))):
+        run._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.model.state_dict().items())
 
 
 @pytest.mark.parametrize(

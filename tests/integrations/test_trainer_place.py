@@ -4,7 +4,9 @@ import copy
 import gc
 import os
 import pickle
+import subprocess
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,47 @@ def test_an_interrupt_between_the_two_steps_of_a_replacement_loses_nothing(
         place.clear_leftovers(str(tmp_path))
     assert names(tmp_path) == ["checkpoint-3"]
     assert names(target) == ["new"]
+
+
+@pytest.fixture
+def layered(tmp_path: Path) -> Iterator[Path]:
+    """A directory of two checkpoints in a lower layer, as in the image of a container: they cannot be renamed."""
+    lower, upper, work, merged = (tmp_path / name for name in ("lower", "upper", "work", "merged"))
+    for step in (1, 2):
+        checkpoint(lower, step, "old")
+    for path in (upper, work, merged):
+        path.mkdir()
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    done = subprocess.run(
+        ["mount", "-t", "overlay", "overlay", "-o", options, merged], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("needs the right to mount")
+    yield merged
+    subprocess.run(["umount", merged], check=True)
+
+
+def test_checkpoints_in_a_lower_layer_are_replaced_and_removed_too(
+    layered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = layered / "checkpoint-2"
+    with pytest.raises(OSError, match="cross-device"):
+        os.rename(target, layered / "elsewhere")
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), place.growing(target) as path:
+        (path / "new").touch()
+        patch.setattr(place, "remove_tree", interrupted)
+    assert names(target) == ["file"]
+    place.clear_leftovers(str(layered))
+    assert names(target) == ["new"]
+    place.remove_oldest(str(layered), 1, None)
+    assert names(layered) == ["checkpoint-2"]
+    with place.growing(target) as path:
+        (path / "newer").touch()
+    assert names(target) == ["newer"]
 
 
 def test_leftovers_go_and_what_others_work_on_stays(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from hf_stream.errors import CopyError
 from hf_stream.storage import FileStorage
+from hf_stream.storage.file import copy_file
 
 CONTENT = bytes(range(256)) * 64
 
@@ -200,3 +201,25 @@ def test_a_filesystem_without_fallocate_checks_free_space(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="No space left on device"):
         FileStorage.create(tmp_path / "huge", 1 << 60)
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("tail", [0, 3], ids=["bytes-last", "hole-last"])
+def test_holes_stay_holes_in_a_copy(tmp_path, tail):
+    pieces = {1 << 20: b"one" * 5000, 5 << 20: b"two" * 700_000}
+    with open(tmp_path / "a", "wb") as file:
+        for start, data in pieces.items():
+            file.seek(start)
+            file.write(data)
+        file.truncate(file.tell() + (tail << 20))
+    copy_file(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    with pytest.raises(FileExistsError):
+        copy_file(tmp_path / "a", tmp_path / "b")
+    os.truncate(tmp_path / "a", 1 << 40)  # far more than there is room for
+    copy_file(tmp_path / "a", tmp_path / "c")
+    assert (tmp_path / "c").stat().st_size == 1 << 40
+    assert (tmp_path / "c").stat().st_blocks <= (tmp_path / "a").stat().st_blocks
+    for size in (0, 5):
+        (tmp_path / "small").write_bytes(b"12345"[:size])
+        copy_file(tmp_path / "small", tmp_path / f"copy of {size}")
+        assert (tmp_path / f"copy of {size}").read_bytes() == b"12345"[:size]

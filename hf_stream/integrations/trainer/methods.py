@@ -7,8 +7,6 @@ where things are written, and by whom, is changed.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -80,8 +78,12 @@ def save(
         with weights.streaming(model, settings):
             plain(output_dir, state_dict)
     elif trainer.args.should_save:
-        _save_all_but_weights(plain, directory)
-        weights.save_module(model, directory, settings)
+
+        def save_others(files: Path) -> None:
+            plain(str(files), {})
+            (files / SAFE_WEIGHTS_NAME).unlink()
+
+        weights.save_module(model, directory, settings, save_others)
     if trainer.args.should_save:
         weights.write_record(directory, settings)
 
@@ -144,17 +146,6 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "_load_rng_state": states.load_rng_state,
     "_finalize_training": finalize_training,
 }
-
-
-def _save_all_but_weights(plain: Plain, directory: Path) -> None:
-    """Beside a module's weights stands what a Trainer knows of; older weights there stay whole."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        files = Path(scratch, directory.name)
-        plain(str(files), {})
-        (files / SAFE_WEIGHTS_NAME).unlink()
-        shutil.copymode(directory, files)
-        shutil.copytree(files, directory, dirs_exist_ok=True)
 
 
 def _unwrapped(trainer: Any, model: Any) -> Any:

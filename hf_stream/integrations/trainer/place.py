@@ -9,6 +9,7 @@ other one goes.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def growing(target: Path, durable: bool | None = None) -> Iterator[Path]:
             flush(work.path)
             _flush_parent(target)
         if os.path.lexists(target):
-            os.rename(target, work.path / _REPLACED)
+            _move_away(target, work.path / _REPLACED)
         os.rename(path, target)
         if is_durable(durable):
             _flush_parent(target)
@@ -71,10 +72,10 @@ def growing(target: Path, durable: bool | None = None) -> Iterator[Path]:
 
 
 def remove(target: Path) -> None:
-    """Remove a checkpoint: its directory is gone at once, or not at all."""
+    """Remove a checkpoint: its directory is gone at once, or not at all, where the file system can do that."""
     work = _claim(target)
     try:
-        os.rename(target, work.path / _REMOVED)
+        _move_away(target, work.path / _REMOVED)
     finally:
         work.close(remove=True)
 
@@ -127,13 +128,32 @@ def _claim(target: Path) -> WorkDirectory:
     return work
 
 
+def _move_away(target: Path, place: Path) -> None:
+    """Move a checkpoint, or remove it file by file where it cannot be moved: then an empty directory is in its place.
+
+    An overlay file system, as of containers, does not move directories that come from a lower layer.
+    """
+    try:
+        os.rename(target, place)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        place.mkdir()
+        remove_tree(target)
+
+
 def _complete(target: Path) -> None:
     """Take the second step of a replacement that was cut short after the first: the new checkpoint was complete."""
     path = growing_path(target)
     replaced = path.parent / _REPLACED
-    if replaced.exists() and not os.path.lexists(target):
-        # Should the new one be lost, the old one is all there is.
-        os.rename(path if path.exists() else replaced, target)
+    if not replaced.exists():
+        return
+    if path.exists():
+        remove_tree(target)  # what is left of one that could not be moved
+        os.rename(path, target)
+    elif not os.path.lexists(target):
+        # The new one is lost, and the old one is all there is.
+        os.rename(replaced, target)
 
 
 def _flush_parent(target: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_utils import _is_peft_model
 
-from hf_stream.checkpoint import apply_layout, load_into, open_checkpoint, save_checkpoint
+from hf_stream.checkpoint import apply_layout, load_into, open_checkpoint
 from hf_stream.checkpoint.carried import LAYOUT_RECORD
+from hf_stream.checkpoint.files import CheckpointFiles
+from hf_stream.checkpoint.save import write_files
+from hf_stream.checkpoint.staging import Staging
 from hf_stream.errors import CheckpointError, LayoutError
+from hf_stream.formats.regular_files import read_json_object
 from hf_stream.integrations.trainer.settings import Settings
 from hf_stream.integrations.transformers.mixin import layout_of
 from hf_stream.integrations.transformers.save import save_pretrained
@@ -70,16 +74,16 @@ def streaming(model: PreTrainedModel, settings: Settings) -> Iterator[None]:
             vars(model)["save_pretrained"] = before
 
 
-def save_module(module: nn.Module, directory: Path, settings: Settings) -> None:
-    """Save a module that transformers knows nothing about."""
-    save_checkpoint(
-        apply_layout(settings.layout, module.state_dict()),
-        directory,
-        max_shard_size=settings.max_shard_size,
-        durable=settings.durable,
-        buffer_size=settings.buffer_size,
-        progress=settings.progress,
-    )
+def save_module(module: nn.Module, directory: Path, settings: Settings, save_others: Callable[[Path], object]) -> None:
+    """Save a module that transformers knows nothing about, and with it what `save_others` puts into a directory."""
+    tensors = apply_layout(settings.layout, module.state_dict())
+    files = CheckpointFiles.plan(tensors, max_shard_size=settings.max_shard_size)
+    staging = Staging(directory, durable=settings.durable)
+    try:
+        save_others(staging.path)
+        write_files(staging, files, tensors, buffer_size=settings.buffer_size, progress=settings.progress)
+    finally:
+        staging.abandon()
 
 
 def load_weights(model: nn.Module, directory: Path, settings: Settings) -> None:
@@ -101,11 +105,16 @@ def load_weights(model: nn.Module, directory: Path, settings: Settings) -> None:
 
 def write_record(directory: Path, settings: Settings) -> None:
     """Note beside the weights which layout they are in; nothing if they are as `save_pretrained` writes them."""
-    record = directory / LAYOUT_RECORD
     if settings.layout is None:
-        record.unlink(missing_ok=True)
-    else:
-        record.write_text(json.dumps({"layout": _name_of(settings.layout)}, indent=2) + "\n")
+        (directory / LAYOUT_RECORD).unlink(missing_ok=True)
+        return
+    content = json.dumps({"layout": _name_of(settings.layout)}, indent=2) + "\n"
+    staging = Staging(directory, file=LAYOUT_RECORD, durable=settings.durable)
+    try:
+        staging.write(LAYOUT_RECORD, content.encode())
+        staging.commit(entry=LAYOUT_RECORD)
+    finally:
+        staging.abandon()
 
 
 def layout_to_file(model: Any, settings: Settings) -> TwoWay | None:
@@ -138,12 +147,15 @@ def _never_saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def _is_in_layout(directory: Path, settings: Settings) -> bool:
     """Whether the weights are in the callback's layout; if not, they are as `save_pretrained` writes them."""
+    record = directory / LAYOUT_RECORD
     try:
-        recorded = json.loads((directory / LAYOUT_RECORD).read_text())["layout"]
+        recorded = read_json_object(record).get("layout", False)
     except FileNotFoundError:
         if settings.layout is not None:
             logger.info("'%s' was saved without a layout, and is loaded without", directory)
         return False
+    if recorded is not None and not isinstance(recorded, str):
+        raise CheckpointError(f"'{record}' does not say which layout the weights are in; get the checkpoint again")
     if settings.layout is None:
         raise CheckpointError(f"'{directory}' was saved in another layout, {_short(recorded)}; pass it to the callback")
     name = _name_of(settings.layout)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from hf_stream.checkpoint.folder import Folder
 from hf_stream.checkpoint.journal import JOURNAL_FILES, read_journal
 from hf_stream.checkpoint.paths import given_path
-from hf_stream.checkpoint.replacement import Stage, stage_of
+from hf_stream.checkpoint.replacement import Stage, show, stage_of
 from hf_stream.checkpoint.staging import FILES, GROWING, Staging
 from hf_stream.checkpoint.work import LOCK, WORK_SUFFIX, WorkDirectory, refusal, remove_tree, work_beside, work_path
 from hf_stream.errors import CheckpointError
@@ -106,14 +107,16 @@ def clean(directory: str | os.PathLike[str], *, force: bool = False) -> list[Pat
 def _clean(place: Path, force: bool) -> list[Path]:
     pending = place / WORK_SUFFIX
     completed = [pending] if os.path.lexists(pending) else []
-    if _is_directory(pending) and not force:
+    if _is_directory(pending):
         _remove_strangers(pending)
         try:
             unfinished = _pending(place, or_done=True)
         except CheckpointError:
             unfinished = False  # its journal is none of ours
-        if unfinished:
+        if unfinished and not force:
             settle(place)
+        elif unfinished:
+            _show_hidden(place, pending)
     inside = [place / name for name in os.listdir(place)] if place.is_dir() else []
     work = [path for path in inside if path.name.startswith(".") and path.name.endswith(WORK_SUFFIX)]
     # A Trainer's callback sees to its own directories: a whole checkpoint may be in one of them.
@@ -129,6 +132,9 @@ def _clean(place: Path, force: bool) -> list[Path]:
             remove_tree(path)
     for path in strange:
         remove_tree(path)
+    left = next(filter(os.path.lexists, found), None)
+    if left is not None:
+        raise CheckpointError(f"'{left}' is still there: it cannot be removed, or another process has begun to save")
     completed = [path for path in completed if path not in found and not os.path.lexists(path)]
     return [*completed, *found, *strange]
 
@@ -160,6 +166,15 @@ def _pending(directory: Path, *, or_done: bool = False) -> bool:
         raise refusal(work, "is a link or a file") from None
     except FileNotFoundError:
         return False  # whoever worked there has just finished
+
+
+def _show_hidden(place: Path, pending: Path) -> None:
+    """Put back the weights that a replacement which is given up has moved out of sight: they are no part of it."""
+    with Folder(pending, follow=False) as opened, Folder(place) as folder:
+        journal = read_journal(pending, opened.fd)
+        with suppress(FileNotFoundError), Folder(pending / FILES, follow=False) as staged:
+            if journal is not None and journal.replacement is not None:
+                show(journal.replacement, folder, staged)
 
 
 def _remove_strangers(pending: Path) -> None:

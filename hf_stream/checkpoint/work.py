@@ -171,7 +171,8 @@ class WorkDirectory:
 
     def flush_parents(self) -> None:
         """Wait until the directory itself, and parents made for it, are on the disk."""
-        for directory in dict.fromkeys(path.parent for path in (self.path, *self._made)):
+        # One of them may be a link.
+        for directory in dict.fromkeys(os.path.realpath(path.parent) for path in (self.path, *self._made)):
             flush(directory)
 
     def _remove(self, fd: int) -> None:

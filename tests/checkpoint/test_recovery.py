@@ -451,6 +451,18 @@ def test_clearing_never_removes_the_only_copy(
     assert _values(tmp_path / "d") == {1.0}
     clean(tmp_path / "c", force=True)
     assert not (tmp_path / "c" / ".hf-stream").exists()
+    # What was only out of sight is no part of what is given up.
+    assert (tmp_path / "c" / "pytorch_model.bin").exists() == with_others
+
+
+def test_what_cannot_be_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rmtree(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    (tmp_path / ".hf-stream" / "files").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with pytest.raises(CheckpointError, match=r"\.hf-stream' is still there: it cannot be removed"):
+        clean(tmp_path)
 
 
 def test_clearing_where_there_is_nothing_to_clear_is_a_mistake(tmp_path: Path) -> None:

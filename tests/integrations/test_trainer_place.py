@@ -133,9 +133,13 @@ def test_checkpoints_in_a_lower_layer_are_replaced_and_removed_too(
     def interrupted(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), place.growing(target) as path:
-        (path / "new").touch()
-        patch.setattr(place, "remove_tree", interrupted)
+    def replace() -> None:
+        with monkeypatch.context() as patch, place.growing(target) as path:
+            (path / "new").touch()
+            patch.setattr(place, "remove_tree", interrupted)
+
+    with pytest.raises(KeyboardInterrupt):
+        replace()
     assert names(target) == ["file"]
     place.clear_leftovers(str(layered))
     assert names(target) == ["new"]
@@ -371,6 +375,14 @@ def test_a_checkpoint_is_on_the_disk_before_an_older_one_goes(tmp_path: Path, mo
         assert any(event == ("flush", name) for event in events[events.index(("name", "checkpoint-1")) : named])
     assert ("flush", "checkpoint-2") in events[:named]
     assert ("flush", tmp_path.name) in events[named:gone]
+
+
+def test_so_is_the_directory_that_was_made_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+    with place.growing(tmp_path / "run-0" / "checkpoint-1") as path:
+        (path / "file").touch()
+    assert {"file", "checkpoint-1", "run-0", tmp_path.name} <= set(flushed)
 
 
 def test_a_callback_that_is_not_durable_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,12 +57,12 @@ def growing(target: Path, durable: bool | None = None) -> Iterator[Path]:
         if is_durable(durable):
             flush_tree(path)
             flush(work.path)
-            _flush_parent(target)
+            work.flush_parents()
         if os.path.lexists(target):
             _move_away(target, work.path / _REPLACED)
         os.rename(path, target)
         if is_durable(durable):
-            _flush_parent(target)
+            work.flush_parents()
     finally:
         try:
             _complete(target)  # an interrupt may have come between the two
@@ -154,7 +154,3 @@ def _complete(target: Path) -> None:
     elif not os.path.lexists(target):
         # The new one is lost, and the old one is all there is.
         os.rename(replaced, target)
-
-
-def _flush_parent(target: Path) -> None:
-    flush(os.path.realpath(target.parent))  # output_dir may be a link

@@ -35,7 +35,9 @@ def safetensors_beside(path: Path) -> Path | None:
         with FileStorage(path) as storage:
             is_made_of_it = noted == origin_of(storage)
         if not is_made_of_it:
-            logger.info("'%s' was made of another '%s', and is not read in its place", other, path.name)
+            logger.info(
+                "'%s' was made of another '%s', or changed on the way, and is not read in its place", other, path.name
+            )
             return None
     elif other.stat().st_mtime_ns < path.stat().st_mtime_ns:
         logger.info("'%s' is older than '%s', and is not read in its place", other, path.name)

@@ -121,7 +121,7 @@ def plan_conversion(
             else CheckpointFiles.plan(
                 tensors,
                 max_shard_size=max_shard_size if file is None else _NO_LIMIT,
-                metadata=_metadata(checkpoint, file),
+                metadata=_metadata(checkpoint, file, as_it_is=layout is None),
                 pattern=DEFAULT_PATTERN if file is None else shard_pattern(file),
             )
         )
@@ -133,11 +133,11 @@ def plan_conversion(
     return conversion
 
 
-def _metadata(checkpoint: Checkpoint, file: str | None) -> dict[str, str]:
+def _metadata(checkpoint: Checkpoint, file: str | None, *, as_it_is: bool) -> dict[str, str]:
     """That of the source; what this says of an origin does not hold for the new files."""
     metadata = {key: value for key, value in checkpoint.metadata.items() if key != ORIGIN}
     if file is not None and len(checkpoint.files) == 1:
-        metadata.update(origin_metadata(*checkpoint.storages.values()))
+        metadata.update(origin_metadata(*checkpoint.storages.values(), as_it_is=as_it_is))
     return metadata
 
 

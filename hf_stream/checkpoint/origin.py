@@ -15,12 +15,21 @@ from hf_stream.storage.file import FileStorage
 
 ORIGIN: Final = "hf_stream.origin"
 
+# Names and shapes may be the same all the same.
+_CHANGED: Final = "changed by a layout"
 _CHUNK: Final = 1 << 20
 
 
-def origin_metadata(storage: FileStorage) -> Mapping[str, str]:
-    """The note on a file that is converted; nothing if it is none of torch.save, or its content is not to be told."""
-    origin = origin_of(storage) if Path(storage.name).suffix in TORCH_SUFFIXES else None
+def origin_metadata(storage: FileStorage, *, as_it_is: bool = True) -> Mapping[str, str]:
+    """The note on a file that is converted; nothing if it is none of torch.save, or its content is not to be told.
+
+    Args:
+        storage: The file.
+        as_it_is: Whether its tensors keep their values, so that the new file may be read in its place.
+    """
+    if Path(storage.name).suffix not in TORCH_SUFFIXES:
+        return {}
+    origin = origin_of(storage) if as_it_is else _CHANGED
     return {} if origin is None else {ORIGIN: origin}
 
 

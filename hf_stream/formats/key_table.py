@@ -6,7 +6,7 @@ the same places of the table, make each insertion as slow as the dict is large. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 import torch
@@ -22,6 +22,8 @@ _HASH: Final = 2**64 - 1
 # A key is hashed by C code that follows it all the way down: nested deeply it would end the process.
 _MAX_KEY_NESTING: Final = 16
 _MAX_KEY_PARTS: Final = 100
+# Bytes of memory that the work for each part counts as.
+KEY_PART: Final = 32
 # Larger ones are no keys of anything.
 _KEY_NUMBERS: Final = range(-(2**63), 2**63)
 PLAIN_KEYS: Final = frozenset({str, int, float, bool, bytes, type(None), torch.dtype, torch.device})
@@ -90,8 +92,12 @@ def check_collisions(keys: Iterable[Any]) -> None:
         KeyTable(keys)
 
 
-def check_key(key: Any) -> None:
+def check_key(key: Any, spend: Callable[[int], None]) -> None:
     """Refuse a key of a dict, or an element of a set, that is more than a plain value or a small tuple of these.
+
+    Args:
+        key: The key. A few bytes of a pickle can use a large one once more.
+        spend: Counts the work, as bytes of memory.
 
     Raises:
         FormatError: It is.
@@ -104,3 +110,4 @@ def check_key(key: Any) -> None:
             todo.extend((part, depth + 1) for part in item)
         elif type(item) not in PLAIN_KEYS or (type(item) is int and item not in _KEY_NUMBERS):
             raise FormatError(f"a {type(item).__name__} is no key, or part of one, in a file of tensors")
+    spend(KEY_PART * parts)

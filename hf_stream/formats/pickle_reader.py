@@ -41,12 +41,14 @@ _OLD_MODULES: Final = {"__builtin__": "builtins", "torch.tensor": "torch._tensor
 class Function:
     """What a pickle may call: its name, and what is done instead.
 
-    `call` raises `FormatError` for arguments it does not take. `nbytes` is the memory that goes with its result.
+    `call` raises `FormatError` for arguments it does not take. `nbytes` is the memory that goes with its result. If it
+    `counts` more than that, its first argument is what it counts with.
     """
 
     name: str
     call: Callable[..., Any]
     nbytes: int = CALL
+    counts: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -283,7 +285,7 @@ class _Machine:
         table = self._tables.get(id(target))
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:
-                check_key(key)
+                check_key(key, self._spend)
                 if table is None:
                     table = self._tables[id(target)] = KeyTable(target)
             if table is not None:
@@ -338,7 +340,7 @@ class _Machine:
         self._copy([arguments])
         self._copy(arguments)
         self._copy(part for argument in arguments if type(argument) is tuple for part in argument)
-        self._stack[-1] = function.call(*arguments)
+        self._stack[-1] = function.call(self._spend, *arguments) if function.counts else function.call(*arguments)
 
     def _new(self) -> None:
         arguments, kind = self._stack.pop(), self._stack[-1]

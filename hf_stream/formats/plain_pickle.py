@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 from hf_stream.errors import FormatError
 from hf_stream.formats.budget import Budget
-from hf_stream.formats.key_table import KeyTable
+from hf_stream.formats.key_table import KEY_PART, KeyTable
 from hf_stream.formats.nested import MAX_DEPTH
 from hf_stream.formats.nested_scalars import is_key
 
@@ -219,7 +219,7 @@ class _Machine:
         table = self._tables.get(id(target))
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:
-                check_plain_key(key)
+                self._spend(KEY_PART * check_plain_key(key))
                 if table is None:
                     table = self._tables[id(target)] = KeyTable(target)
             if table is not None:
@@ -261,8 +261,11 @@ class _Machine:
         self._stack.append(value)
 
 
-def check_plain_key(key: Any) -> None:
+def check_plain_key(key: Any) -> int:
     """Refuse what is no key of a nested state; tuples in tuples, large when they are hashed, are seen before that.
+
+    Returns:
+        Of how many values it is made.
 
     Raises:
         FormatError: It is none.
@@ -279,6 +282,7 @@ def check_plain_key(key: Any) -> None:
             raise FormatError(f"a key is made of more than {_MAX_KEY_SIZE} values")
     if not is_key(key):
         raise FormatError(f"a {type(key).__name__} is no key: these are text, bytes, numbers, None and tuples of them")
+    return size
 
 
 def _decimal(line: bytes) -> int:

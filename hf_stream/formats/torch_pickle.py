@@ -253,7 +253,7 @@ def _refused(what: str) -> Callable[..., Refused]:
 
 
 def _ordered_dict(kind: Callable[[], dict[Any, Any]]) -> Callable[..., Any]:
-    def call(pairs: Any = ()) -> Any:
+    def call(spend: Callable[[int], None], pairs: Any = ()) -> Any:
         made = kind()
         items = pairs.items() if type(pairs) is dict else pairs
         if kind is Counter and type(pairs) is not dict and pairs != ():
@@ -264,7 +264,7 @@ def _ordered_dict(kind: Callable[[], dict[Any, Any]]) -> Callable[..., Any]:
         for pair in items:
             if type(pair) not in (list, tuple) or len(pair) != 2:
                 raise FormatError("a dict made of something else than pairs")
-            check_key(pair[0])
+            check_key(pair[0], spend)
         check_collisions(key for key, _ in items)
         for key, value in items:
             made[key] = value
@@ -273,11 +273,11 @@ def _ordered_dict(kind: Callable[[], dict[Any, Any]]) -> Callable[..., Any]:
     return call
 
 
-def _set(items: Any = ()) -> set[Any]:
+def _set(spend: Callable[[int], None], items: Any = ()) -> set[Any]:
     if type(items) not in (list, tuple, set):
         raise FormatError("a set made of something else than a list")
     for item in items:
-        check_key(item)
+        check_key(item, spend)
     check_collisions(items)
     return set(items)
 
@@ -400,8 +400,10 @@ _SCHEMES: Final = (
 )
 
 
-def _functions(module: str, nbytes: int = CALL, **calls: Callable[..., Any]) -> dict[tuple[str, str], Any]:
-    return {(module, name): Function(f"{module}.{name}", call, nbytes) for name, call in calls.items()}
+def _functions(
+    module: str, nbytes: int = CALL, counts: bool = False, **calls: Callable[..., Any]
+) -> dict[tuple[str, str], Any]:
+    return {(module, name): Function(f"{module}.{name}", call, nbytes, counts) for name, call in calls.items()}
 
 
 _REBUILD: Final = _functions(
@@ -425,8 +427,9 @@ _TENSOR_FUNCTIONS: Final = frozenset(_REBUILD.values())
 _NAMES: Final[dict[tuple[str, str], Any]] = {
     **_REBUILD,
     **_functions("torch._tensor", _TENSOR_NBYTES, _rebuild_from_type_v2=_from_type),
-    **_functions("collections", OrderedDict=_ordered_dict(OrderedDict), Counter=_ordered_dict(Counter)),
-    **_functions("builtins", set=_set, bytearray=_bytearray, complex=_complex),
+    **_functions("collections", counts=True, OrderedDict=_ordered_dict(OrderedDict), Counter=_ordered_dict(Counter)),
+    **_functions("builtins", counts=True, set=_set),
+    **_functions("builtins", bytearray=_bytearray, complex=_complex),
     **_functions("_codecs", encode=_bytes),
     **_functions("torch", Size=_size, device=_device),
     **_functions("torch.serialization", _get_layout=_layout),

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 import hf_stream
 from hf_stream import CheckpointError, FormatError
+from hf_stream.layouts import Transpose
 
 FLAT = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
 # What is read tells its source: the conversions hold other numbers.
@@ -220,7 +221,15 @@ def test_a_conversion_of_another_file_is_not_read(tmp_path, legacy, options, cap
     converted(path, OTHER, **options)
     assert_same(dict(sorted(loaded(path).items())), OTHER)
     assert_same(dict(sorted(hf_stream.load_nested(path).items())), OTHER)
-    assert "was made of another 'foo.pt', and is not read in its place" in caplog.text
+    assert "was made of another 'foo.pt', or changed on the way, and is not read in its place" in caplog.text
+
+
+def test_a_conversion_through_a_layout_is_not_read(tmp_path):
+    """Names, types and shapes can be the same, and values others."""
+    path = torch_file(tmp_path, {"w": torch.arange(9.0).reshape(3, 3)})
+    hf_stream.convert(path, tmp_path / "foo.safetensors", layout=hf_stream.Layout([Transpose("w")]))
+    assert loaded(path)["w"].flatten().tolist() == list(range(9))
+    assert hf_stream.load_nested(path)["w"].flatten().tolist() == list(range(9))
 
 
 def test_a_nested_conversion_of_another_file_is_not_read(tmp_path):

@@ -21,6 +21,7 @@ from samples import files_of
 
 import hf_stream
 from hf_stream.checkpoint import clean, settle
+from hf_stream.checkpoint import journal as journals
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.errors import CheckpointError
 
@@ -365,6 +366,25 @@ def test_what_we_have_not_left_is_refused_in_words_and_can_be_cleared(
     assert not os.path.lexists(out / ".hf-stream")
     hf_stream.save_checkpoint(_NEW, out)
     assert _values(out) == {1.0}
+
+
+def test_a_journal_that_would_take_much_to_read_is_neither_read_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = tmp_path / ".hf-stream" / "journal.json"
+    journal.parent.mkdir()
+    journal.write_text("[" + "[]," * 1000 + "[]]")
+    with pytest.raises(CheckpointError, match="holds more lists than a journal does"):
+        settle(tmp_path)
+    monkeypatch.setattr(journals, "_MAX_NBYTES", 300)
+    with pytest.raises(CheckpointError, match="has 3004 bytes, which no journal has"):
+        settle(tmp_path)
+    clean(tmp_path)
+    hf_stream.save_checkpoint(_OLD, tmp_path, max_shard_size=4100)
+    before = files_of(tmp_path)
+    with pytest.raises(CheckpointError, match="there are too many files to replace them"):
+        hf_stream.save_checkpoint(_NEW, tmp_path, max_shard_size=4100)
+    assert files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", ["link", "file"])

@@ -125,6 +125,22 @@ def test_containers_take_their_part_of_the_budget(data: bytes) -> None:
             read(data)
 
 
+def test_large_keys_that_are_used_again_and_again_take_their_part_of_the_budget() -> None:
+    """Each time takes two bytes of the pickle, and the work for a hundred values."""
+    key = b"(" + b"N" * 97 + b"tq\x00"
+    items = b"](" + key + b"h\x00" * 10_000 + b"e"
+    pairs = b"]((" + key + b"Nt" + b"h\x00N\x86" * 10_000 + b"e"
+    for data in (
+        b"}(" + key + b"N" + b"h\x00N" * 10_000 + b"u.",
+        b"cbuiltins\nset\n" + items + b"\x85R.",
+        b"ccollections\nOrderedDict\n" + pairs + b"\x85R.",
+    ):
+        with pytest.raises(FormatError, match="larger than"):
+            TorchPickle(Budget(len(data))).read(b"\x80\x02" + data, "x")
+    with pytest.raises(FormatError, match="larger than"):
+        read_plain(b"}(" + key + b"N" + b"h\x00N" * 10_000 + b"u.")
+
+
 @pytest.mark.parametrize("data", [b"Np70000\n.", b"Nr\x00\x00\x01\x00."])
 def test_a_memo_has_no_places_far_out(data: bytes) -> None:
     with pytest.raises(FormatError, match="place"):

@@ -137,6 +137,29 @@ def test_a_small_file_that_somebody_has_changed_stays_and_the_weights_come(
     assert not (tmp_path / ".hf-stream").exists()
 
 
+def test_what_was_completed_is_on_the_disk_before_the_journal_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf_stream.save_checkpoint(_OLD, tmp_path, max_shard_size=4100)
+    _cut_short(tmp_path, monkeypatch, 4)
+    rename, unlink, events = os.rename, os.unlink, []
+
+    def renamed(source: Any, target: Any, **folders: int) -> None:
+        rename(source, target, **folders)
+        events.append("rename")
+
+    def unlinked(path: Any, **folders: int) -> None:
+        unlink(path, **folders)
+        events.append(os.path.basename(path))
+
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "unlink", unlinked)
+    monkeypatch.setattr(os, "fsync", lambda fd: events.append(os.readlink(f"/proc/self/fd/{fd}")))
+    settle(tmp_path)
+    last = len(events) - events[::-1].index("rename")
+    assert str(tmp_path) in events[last : events.index("journal.json")]
+
+
 def test_a_copy_of_a_directory_can_be_completed_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf_stream.save_checkpoint(_OLD, tmp_path / "a", max_shard_size=4100)
     _cut_short(tmp_path / "a", monkeypatch, 4)

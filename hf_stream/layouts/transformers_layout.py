@@ -172,7 +172,7 @@ def _patterns(entry: WeightTransform) -> tuple[Any, ...]:
 
 def _config_of(content: Mapping[str, Any]) -> PreTrainedConfig:
     model_type: Any = content.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise LayoutError(
             f"transformers does not know the model_type {model_type!r} of the config. "
             "Load the model with its own code, and give the model."
@@ -182,11 +182,16 @@ def _config_of(content: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    for name in (config.architectures or [])[:1]:
-        found: Any = getattr(transformers, name, None) or getattr(_module_beside(type(config)), name, None)
-        if found is None:
-            raise LayoutError(f"transformers has no '{name}', the architecture that the config names. Give the model.")
-        return cast("type[PreTrainedModel]", found)
+    names: Any = config.architectures
+    if names:
+        name = names[0] if isinstance(names, list | tuple) and isinstance(names[0], str) else ""
+        found = getattr(transformers, name, None) or getattr(_module_beside(type(config)), name, None)
+        # The config may come from anywhere, and transformers has much else that can be called.
+        if not isinstance(found, type) or not issubclass(found, PreTrainedModel):
+            raise LayoutError(
+                f"transformers has no model {name or names!r}, the architecture that the config names. Give the model."
+            )
+        return found
     if type(config) not in AutoModel._model_mapping:
         raise LayoutError(f"the config of a '{config.model_type}' names no architecture. Set config.architectures.")
     base: Any = AutoModel._model_mapping[type(config)]

@@ -357,7 +357,10 @@ def test_the_content_of_a_config_file_will_do(saved: Callable[[str], tuple[PreTr
     [
         ({"model_type": "nothing"}, "does not know the model_type 'nothing'"),
         ({}, "does not know the model_type None"),
-        ({"model_type": "bert", "architectures": ["MyBert"]}, "transformers has no 'MyBert'"),
+        ({"model_type": ["bert"]}, "does not know the model_type"),
+        ({"model_type": "bert", "architectures": ["MyBert"]}, "transformers has no model 'MyBert'"),
+        ({"model_type": "bert", "architectures": ["set_seed"]}, "transformers has no model 'set_seed'"),
+        ({"model_type": "bert", "architectures": True}, "transformers has no model True"),
         (torch.nn.Linear(1, 1), "takes a model of transformers or a config, got Linear"),
         (None, "takes a model of transformers or a config, got NoneType"),
     ],

@@ -69,6 +69,8 @@ def differences(model: PreTrainedModel, folder: Path, loads: Collection[str] = t
         yield from (f"load, {name}: {words}" for words in found)
         if our_info != plain_info:
             yield f"load, {name}: the loading info is {our_info}, not {plain_info}"
+        if path.name == "single" and "dtype" in arguments:
+            yield from (f"convert, {name}: {words}" for words in _different_casts(plain, path, arguments["dtype"]))
     plain.save_pretrained(folder / "again")
     hf_stream.save_pretrained(ours, folder / "ours")
     yield from (f"save, reloaded: {words}" for words in different_files(folder / "ours", folder / "again", plain))
@@ -180,6 +182,19 @@ def different_files(ours: Path, plain: Path, model: PreTrainedModel) -> Iterator
             yield "the index does not say where the tensors are"
     elif any(indices) or len(x) == 1:
         yield "only one of them has an index"
+
+
+def _different_casts(plain: PreTrainedModel, path: Path, dtype: torch.dtype) -> Iterator[str]:
+    """How what `convert` makes of a checkpoint differs from the same loaded with a dtype, and saved, in words."""
+    saved, converted = path.with_name("cast"), path.with_name("converted")
+    _plainly("save", lambda: plain.save_pretrained(saved))
+    hf_stream.convert(path, converted, dtype=dtype)
+    x, y = dict(_tensors(converted)), dict(_tensors(saved))
+    if set(x) != set(y):
+        yield f"the tensors are {sorted(set(x) ^ set(y))[:4]} off"
+    for name in sorted(x.keys() & y.keys()):
+        if not same_bits(x[name], y[name]):
+            yield f"'{name}' is {x[name].dtype}, not {y[name].dtype}, or has other values"
 
 
 def has_converters(model: PreTrainedModel) -> bool:

@@ -13,7 +13,7 @@ import torch
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.errors import CheckpointError, HfStreamError
 from hf_stream.formats import is_weight_file
-from hf_stream.formats.regular_files import read_small
+from hf_stream.formats.regular_files import read_json_object, read_small
 
 _CONFIG = "config.json"
 LAYOUT_RECORD = "hf_stream.json"
@@ -33,6 +33,16 @@ def find_carried(directory: Path, *, same_layout: bool = True) -> Iterator[Path]
             # Not a pipe or a socket, which could be read forever, nor a link to nowhere.
             if not name.startswith(".") and not is_weight_file(name) and path.is_file():
                 yield path
+
+
+def read_config(directory: Path) -> dict[str, Any] | None:
+    """The content of the config.json in a directory; None if there is none.
+
+    Raises:
+        CheckpointError: It is not JSON.
+    """
+    path = directory / _CONFIG
+    return read_json_object(path) if path.is_file() else None
 
 
 def left_behind(directory: Path, read: Iterable[str]) -> list[str]:

@@ -105,7 +105,7 @@ class Conversion:
     @property
     def directory(self) -> Path:
         """Where the source's files are."""
-        return self.source.location if self.source.location.is_dir() else self.source.location.parent
+        return self.source.directory
 
     def nbytes_read(self) -> dict[str, int]:
         """Bytes to read of each source file, by path."""

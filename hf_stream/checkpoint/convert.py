@@ -12,7 +12,7 @@ import torch
 
 from hf_stream.checkpoint.archives import close_archives, plan_archives
 from hf_stream.checkpoint.carried import carry, find_carried, left_behind
-from hf_stream.checkpoint.casting import check_dtype
+from hf_stream.checkpoint.casting import cast, check_dtype
 from hf_stream.checkpoint.conversion import Conversion, Outcome
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles, ShardFile
 from hf_stream.checkpoint.mapping import (
@@ -112,7 +112,7 @@ def plan_conversion(
         names = select_names(checkpoint, allow_patterns, ignore_patterns, where=checkpoint.path)
         tensors, matches = map_tensors(layout, {name: checkpoint[name] for name in names})
         if dtype is not None:
-            tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+            tensors = cast(tensors, dtype, checkpoint, layout)
         if format == TORCHSCRIPT:
             check_files(layout, tensors)
         files = (
@@ -192,7 +192,9 @@ def convert(
         allow_patterns: Which of the source's tensors are taken, by name: one pattern or several, as `fnmatch` has them.
             None takes all.
         ignore_patterns: Which of these are left out. A pattern of either kind that matches nothing is an error.
-        dtype: What floating-point tensors become; None keeps them.
+        dtype: What floating-point tensors become; None keeps them. Where a config.json beside the source names a model
+            of transformers, tensors that this keeps in another dtype (float32, as a rule) are kept in that. A quantized
+            checkpoint is refused, unless the layout dequantizes it.
         max_shard_size: Bytes, or a string such as "5GB".
         format: "safetensors", or "torchscript" for a TorchScript archive of each tensor, as SwiftTransformer loads
             them; `max_shard_size` means nothing there. None: what is natural for the layout, which is "torchscript"

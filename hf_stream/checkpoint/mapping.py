@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, TypeAlias
 import torch
 
 from hf_stream.checkpoint.matches import Matches
+from hf_stream.checkpoint.quantized import check_whole
 from hf_stream.errors import LayoutError
 
 FileFormat: TypeAlias = Literal["safetensors", "torchscript"]
@@ -28,7 +29,8 @@ def apply_layout(
         strict: Whether a rule that finds nothing is an error, and not a warning.
 
     Raises:
-        LayoutError: The layout does not fit, or gives something else than named tensors.
+        LayoutError: The layout does not fit, gives something else than named tensors, or parts quantized weights from
+            their scales.
     """
     result, matches = map_tensors(layout, tensors)
     matches.report(strict=strict)
@@ -56,6 +58,7 @@ def map_tensors(
     for name, tensor in result.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise LayoutError(f"a layout must return names and tensors, got {name!r}: {type(tensor).__name__}")
+    check_whole(tensors, result)
     return dict(result), matches
 
 

@@ -112,6 +112,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
             if not there:
                 raise CheckpointError(f"'{self.path}': '{file}' was replaced while it was in use; open it again")
 
+    @property
+    def directory(self) -> Path:
+        """Where the files are, and what lies beside them."""
+        return self.location if self.location.is_dir() else self.location.parent
+
     def check_unchanged(self) -> None:
         """Refuse files that are not as they were when they were opened.
 

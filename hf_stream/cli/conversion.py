@@ -39,7 +39,8 @@ _OPTIONS = (
         "--dtype",
         type=DtypeParam(),
         metavar="TYPE",
-        help="What floating-point tensors become: bf16, fp16, fp32, or any such type by torch's or safetensors' name.",
+        help="What floating-point tensors become: bf16, fp16, fp32, or any such type by torch's or safetensors' name. "
+        "What the model of config.json keeps in float32 stays so.",
     ),
     click.option(
         "--max-shard-size",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from hf_stream.checkpoint.casting import ask_for_dtypes
 from hf_stream.layouts.composable import Composable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 def from_transformers(
@@ -42,3 +48,36 @@ def from_transformers(
     from hf_stream.layouts.transformers_layout import layout_of
 
     return layout_of(model_or_config, strict=strict)
+
+
+def own_dtypes(
+    config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.dtype]:
+    """The dtypes, by name, of those tensors that transformers would not load as `dtype` if told to load that.
+
+    These are modules that a model keeps in float32 (`_keep_in_fp32_modules`, `_keep_in_fp32_modules_strict`), and
+    parameters and buffers that it makes in a dtype of their own. Of a config that transformers does not know there are
+    none, and a warning.
+
+    Args:
+        config: The content of config.json.
+        tensors: The checkpoint's.
+        dtype: What `from_pretrained` would be given.
+    """
+    if "model_type" not in config:
+        return {}
+    from hf_stream.layouts.transformers_dtypes import dtypes_of
+
+    try:
+        return dtypes_of(config, tensors, dtype)
+    except Exception as error:  # noqa: BLE001 - whatever a config or a model says against being built
+        logger.warning(
+            "all floating-point tensors become %s, also those that the model may keep in float32, as transformers "
+            "does not build it: %s",
+            dtype,
+            error,
+        )
+        return {}
+
+
+ask_for_dtypes(own_dtypes)

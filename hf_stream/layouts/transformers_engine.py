@@ -116,19 +116,33 @@ def emptied(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def load_into_skeleton(
-    model: PreTrainedModel, tensors: Mapping[str, torch.Tensor], conversions: Sequence[Any]
+    model: PreTrainedModel,
+    tensors: Mapping[str, torch.Tensor],
+    conversions: Sequence[Any],
+    *,
+    dtype: torch.dtype | None = None,
+    dtype_plan: Mapping[str, torch.dtype] | None = None,
+    heard: dict[str, torch.dtype] | None = None,
 ) -> LoadStateDictInfo:
     """Have transformers place a checkpoint's tensors in a model on the meta device, in the dtypes that they have.
+
+    Args:
+        model: The model.
+        tensors: The tensors.
+        conversions: What is done to names and shapes.
+        dtype: That of the model.
+        dtype_plan: What transformers keeps in another dtype.
+        heard: Takes the dtype that transformers asks for, of each tensor that it places.
 
     Returns:
         What transformers says about names and shapes, before it has looked at ties and at what may be ignored.
     """
-    as_they_are = {name: _AsItIs(tensor) for name, tensor in tensors.items()}
+    heard = {} if heard is None else heard
+    as_they_are = {name: _AsItIs(name, tensor, heard) for name, tensor in tensors.items()}
+    settings = LoadStateDictConfig(weight_mapping=list(conversions), dtype=dtype, dtype_plan=dict(dtype_plan or {}))
     with quietly():
         info: LoadStateDictInfo
-        info, _ = convert_and_load_state_dict_in_model(
-            model, as_they_are, LoadStateDictConfig(weight_mapping=list(conversions))
-        )
+        info, _ = convert_and_load_state_dict_in_model(model, as_they_are, settings)
     return info
 
 
@@ -140,14 +154,18 @@ def revert(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[
 
 
 class _AsItIs:
-    """Stands for a tensor of a file, as safetensors' slices do, and hears neither of dtypes nor of devices."""
+    """Stands for a tensor of a file, as safetensors' slices do; of dtypes it takes note, and stays as it is."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, heard: dict[str, torch.dtype]) -> None:
+        self._name = name
         self._tensor = tensor
+        self._heard = heard
 
     def __getitem__(self, _: EllipsisType) -> _AsItIs:
         return self
 
-    def to(self, **_: Any) -> torch.Tensor:
+    def to(self, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+        if dtype is not None:
+            self._heard[self._name] = dtype
         # Another object for the same data: transformers hangs attributes on it.
         return self._tensor.detach()

@@ -27,10 +27,10 @@ Tensors = Mapping[str, torch.Tensor]
 def layout_of(model_or_config: object, *, strict: bool) -> ToMemory:
     """See `from_transformers`."""
     if isinstance(model_or_config, Mapping):
-        model_or_config = _config_of(model_or_config)
+        model_or_config = config_of(model_or_config)
     if isinstance(model_or_config, PreTrainedConfig):
         config = copy.deepcopy(model_or_config)
-        return ToMemory(_class_of(config), config, None, strict)
+        return ToMemory(class_of(config), config, None, strict)
     model: Any = unwrap_model(model_or_config) if isinstance(model_or_config, torch.nn.Module) else model_or_config
     if not isinstance(model, PreTrainedModel):
         raise LayoutError(f"from_transformers takes a model of transformers or a config, got {type(model).__name__}.")
@@ -170,18 +170,30 @@ def _patterns(entry: WeightTransform) -> tuple[Any, ...]:
     return (*entry.source_patterns, "->", *entry.target_patterns, entry.scope_prefix)
 
 
-def _config_of(content: Mapping[str, Any]) -> PreTrainedConfig:
+def config_of(content: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config that a config.json holds.
+
+    Raises:
+        LayoutError: Transformers does not know its type.
+    """
     model_type: Any = content.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise LayoutError(
             f"transformers does not know the model_type {model_type!r} of the config. "
             "Load the model with its own code, and give the model."
         )
-    config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(dict(content))
+    # JSON has no infinities: transformers writes them in a way of its own.
+    decoded = PreTrainedConfig._decode_special_floats(dict(content))
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(decoded)
     return config
 
 
-def _class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+def class_of(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of the model that a config is of: the first of its architectures, or else the base model.
+
+    Raises:
+        LayoutError: Transformers has no such class.
+    """
     names: Any = config.architectures
     if names:
         name = names[0] if isinstance(names, list | tuple) and isinstance(names[0], str) else ""

@@ -55,15 +55,22 @@ def left_behind(directory: Path, read: Iterable[str]) -> list[str]:
     ]
 
 
-def carry(staging: Staging, directory: Path, files: Iterable[Path], new_config: NewConfig | None) -> None:
-    """Stage files of `directory`, and of config.json what `new_config` makes of it, if anything is to change there.
+def carry(staging: Staging, directory: Path, files: Iterable[Path], new_configs: Mapping[str, NewConfig]) -> None:
+    """Stage files of `directory`.
+
+    Args:
+        staging: Where to.
+        directory: Where from.
+        files: Which.
+        new_configs: What becomes of the config.json in a folder, "" being the directory itself.
 
     Raises:
-        CheckpointError: There is no room, or the config is not JSON.
+        CheckpointError: There is no room, or a config is not JSON.
     """
     for path in files:
         name = os.path.relpath(path, directory)
-        changed = _changed(path, new_config) if name == _CONFIG and new_config is not None else None
+        new_config = new_configs.get(os.path.dirname(name)) if path.name == _CONFIG else None
+        changed = None if new_config is None else _changed(path, new_config)
         if changed is not None:
             staging.write(name, changed)
         elif not Path(os.path.realpath(path.parent)).is_relative_to(staging.directory):

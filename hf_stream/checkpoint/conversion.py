@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hf_stream.checkpoint.carried import with_dtype
+from hf_stream.checkpoint.carried import NewConfig, with_dtype
 from hf_stream.checkpoint.files import CheckpointFiles, ShardFile
 from hf_stream.checkpoint.folder import Folder
 from hf_stream.checkpoint.mapping import SAFETENSORS, AnyLayout, FileFormat, config_after
@@ -77,6 +77,7 @@ class Conversion:
         matches: How many tensors each rule of the layout has found.
         nested: Whether the whole of a nesting is written, as `save_nested` would.
         format: Of the weight files.
+        folders: Those of the checkpoints that the source is made of, "" being its own directory.
     """
 
     source: Checkpoint
@@ -89,6 +90,7 @@ class Conversion:
     format: FileFormat = SAFETENSORS
     nested: bool = False
     matches: Matches = field(default_factory=Matches)
+    folders: tuple[str, ...] = ("",)
 
     def __repr__(self) -> str:
         return (
@@ -128,6 +130,16 @@ class Conversion:
         """What goes into config.json: the changes of the layout, and the new dtype."""
         config = config_after(self.layout, config)
         return config if self.new_dtype is None else with_dtype(config, self.new_dtype)
+
+    @property
+    def new_configs(self) -> Mapping[str, NewConfig]:
+        """What becomes of the config.json in each folder, where anything may."""
+        if self.new_dtype is None and not hasattr(self.layout, "new_config"):
+            return {}
+        configs: dict[str, NewConfig] = {"": self.new_config}
+        if self.dtype is not None:
+            configs |= dict.fromkeys(filter(None, self.folders), functools.partial(with_dtype, dtype=self.dtype))
+        return configs
 
     def fingerprint(self) -> str:
         """What the files will hold, as a hash: of headers, names, expressions and the source files' identities."""

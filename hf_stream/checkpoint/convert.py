@@ -13,8 +13,14 @@ import torch
 from hf_stream.checkpoint.archives import close_archives, plan_archives
 from hf_stream.checkpoint.carried import carry, find_carried, left_behind
 from hf_stream.checkpoint.casting import cast, check_dtype
+from hf_stream.checkpoint.components import check_components, files_together, in_folder, joined, open_components
 from hf_stream.checkpoint.conversion import Conversion, Outcome
-from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles, ShardFile
+from hf_stream.checkpoint.files import (
+    DEFAULT_MAX_SHARD_SIZE,
+    CheckpointFiles,
+    ShardFile,
+)
+from hf_stream.checkpoint.manifests import inside
 from hf_stream.checkpoint.mapping import (
     SAFETENSORS,
     TORCHSCRIPT,
@@ -24,11 +30,11 @@ from hf_stream.checkpoint.mapping import (
     file_format_of,
     map_tensors,
 )
-from hf_stream.checkpoint.nested_conversion import Nesting, open_nesting
-from hf_stream.checkpoint.nested_structure import STATE_FILE
+from hf_stream.checkpoint.matches import Matches
+from hf_stream.checkpoint.nested_conversion import open_nesting
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
-from hf_stream.checkpoint.origin import ORIGIN, origin_metadata
 from hf_stream.checkpoint.paths import given_path
+from hf_stream.checkpoint.planned_files import plan_files, plan_nesting_files
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.selection import select_names
 from hf_stream.checkpoint.staging import Staging
@@ -40,14 +46,13 @@ from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.region import Region
 from hf_stream.errors import CheckpointError
 from hf_stream.formats.collector import collector_paused
-from hf_stream.formats.shards import shard_pattern
 from hf_stream.lazy import write_into
 from hf_stream.storage.durability import drop_pages, flush
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".json"
 _PICKLED = frozenset({".pt", ".pth", ".bin"})
-_NO_LIMIT = 1 << 63
+
 _LISTED = 5
 # What files of one tensor each are written in: enough for all threads, and little to do again after a crash.
 _BATCH_NBYTES = 64 << 20
@@ -101,55 +106,47 @@ def plan_conversion(
     if isinstance(source, Checkpoint):
         if key is not None:
             raise CheckpointError(f"'{source.path}' is open already: pass the key to open_checkpoint")
-        checkpoint = source
+        parts = {"": source}
     else:
         if nested or (file and not of_weights):
             nesting = open_nesting(given_path(source), skip_unreadable=skip_unreadable)
             if nesting is not None:
-                return _plan_nesting(nesting, file, max_shard_size)
-        checkpoint = open_checkpoint(source, key=key, prefer_safetensors=False)
+                files = plan_nesting_files(nesting, file, max_shard_size)
+                whole = bool(nesting.metadata)
+                return Conversion(nesting.source, nesting.tensors, files, (), None, file, nested=whole)
+        parts = open_components(given_path(source))
+        if parts:
+            check_components(Path(source), parts, file=file, key=key, layout=layout, format=format)
+        else:
+            parts = {"": open_checkpoint(source, key=key, prefer_safetensors=False)}
     with collector_paused():
-        names = select_names(checkpoint, allow_patterns, ignore_patterns, where=checkpoint.path)
-        tensors, matches = map_tensors(layout, {name: checkpoint[name] for name in names})
-        if dtype is not None:
-            tensors = cast(tensors, dtype, checkpoint, layout)
-        if format == TORCHSCRIPT:
-            check_files(layout, tensors)
-        files = (
-            plan_archives(tensors)
-            if format == TORCHSCRIPT
-            else CheckpointFiles.plan(
-                tensors,
-                max_shard_size=max_shard_size if file is None else _NO_LIMIT,
-                metadata=_metadata(checkpoint, file, as_it_is=layout is None),
-                pattern=DEFAULT_PATTERN if file is None else shard_pattern(file),
-            )
-        )
-    conversion = Conversion(checkpoint, tensors, files, (), dtype, file, layout, format, matches=matches)
+        checkpoint = joined(parts)
+        selected = set(select_names(checkpoint, allow_patterns, ignore_patterns, where=checkpoint.path))
+        tensors: dict[str, torch.Tensor] = {}
+        planned: dict[str, CheckpointFiles] = {}
+        matches = Matches()
+        for folder, part in parts.items():
+            own: dict[str, torch.Tensor] = {name: part[name] for name in part if inside(folder, name) in selected}
+            own_layout = None if folder else layout
+            if own_layout is not None:
+                own, matches = map_tensors(own_layout, own)
+            if dtype is not None:
+                own = cast(own, dtype, part, own_layout)
+            if format == TORCHSCRIPT:
+                check_files(layout, own)
+                planned[folder] = plan_archives(own)
+            elif own or not folder:
+                planned[folder] = plan_files(own, part, file, max_shard_size, own_layout)
+            tensors.update(in_folder(folder, own))
+    files, folders = files_together(planned, checkpoint), tuple(parts)
+    conversion = Conversion(
+        checkpoint, tensors, files, (), dtype, file, layout, format, matches=matches, folders=folders
+    )
     if checkpoint.location.is_dir() or checkpoint.path.suffix == _INDEX_SUFFIX:  # who names one file means one file
         conversion = dataclasses.replace(
             conversion, carried=tuple(find_carried(conversion.directory, same_layout=layout is None))
         )
     return conversion
-
-
-def _metadata(checkpoint: Checkpoint, file: str | None, *, as_it_is: bool) -> dict[str, str]:
-    """That of the source; what this says of an origin does not hold for the new files."""
-    metadata = {key: value for key, value in checkpoint.metadata.items() if key != ORIGIN}
-    if file is not None and len(checkpoint.files) == 1:
-        metadata.update(origin_metadata(*checkpoint.storages.values(), as_it_is=as_it_is))
-    return metadata
-
-
-def _plan_nesting(nesting: Nesting, file: str | None, max_shard_size: int | str) -> Conversion:
-    pattern = shard_pattern(STATE_FILE) if nesting.metadata else DEFAULT_PATTERN
-    files = CheckpointFiles.plan(
-        nesting.tensors,
-        max_shard_size=max_shard_size if file is None else _NO_LIMIT,
-        metadata=nesting.metadata if file is None else {**nesting.metadata, **nesting.origin},
-        pattern=pattern if file is None else shard_pattern(file),
-    )
-    return Conversion(nesting.source, nesting.tensors, files, (), None, file, nested=bool(nesting.metadata))
 
 
 def convert(
@@ -272,9 +269,7 @@ def run_conversion(
         if not staging.completed:
             regions = reserve(staging, conversion.files)
             if file is None:
-                changes = conversion.new_dtype is not None or hasattr(conversion.layout, "new_config")
-                new_config = conversion.new_config if changes else None
-                carry(staging, conversion.directory, conversion.carried, new_config)
+                carry(staging, conversion.directory, conversion.carried, conversion.new_configs)
                 if conversion.carried:
                     conversion.source.check_in_place()
             written = _write_shards(
@@ -348,7 +343,7 @@ def _differences(
         # What is compared is what the disk has, and not what memory still holds of it.
         flush(file)
         drop_pages(file)
-    written = Checkpoint(directory, files, archives=conversion.format == TORCHSCRIPT)
+    written = Checkpoint(directory, files, archives=conversion.format == TORCHSCRIPT, in_folders=True)
     return verify_checkpoints(written, conversion.tensors, buffer_size=buffer_size, threads=threads, progress=progress)
 
 

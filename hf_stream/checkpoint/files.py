@@ -126,6 +126,11 @@ def check_has_data(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"'{name}' has the layout {tensor.layout}; make it dense first, with .to_dense()")
 
 
+def either(*families: re.Pattern[str]) -> re.Pattern[str]:
+    """Matches what one of several matches."""
+    return re.compile("|".join(f"(?:{family.pattern})" for family in families))
+
+
 def family(pattern: str, index: str | None = None) -> re.Pattern[str]:
     """Matches every weight file of a pattern with `{suffix}`, sharded or not, and their index."""
     before, after = (re.escape(part) for part in pattern.format(suffix="\0").split("\0"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from hf_stream.checkpoint.again import State, state_of, state_of_directory, until_unchanged
 from hf_stream.checkpoint.archives import ArchiveFile, find_archives
 from hf_stream.checkpoint.beside import first_change, open_beside
+from hf_stream.checkpoint.manifests import checkpoint_folders, in_words
 from hf_stream.checkpoint.overview import overview
 from hf_stream.checkpoint.parts import find_parts, is_pattern, part_names
 from hf_stream.checkpoint.paths import given_path
@@ -20,7 +21,8 @@ from hf_stream.checkpoint.torch_state import Key
 from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX as _SUFFIX
 from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES, SafetensorsFile, TensorFacts, TorchStateFile, WeightFile
 from hf_stream.errors import CheckpointError
-from hf_stream.formats import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, Header, read_index
+from hf_stream.formats import Header, read_index
+from hf_stream.formats.weight_names import KINDS, bin_stem, kind_of
 from hf_stream.lazy import LazyTensor
 from hf_stream.storage.file import FileStorage
 
@@ -31,6 +33,12 @@ _INDEX = re.compile(r"[^.].*\.safetensors\.index(\..+)?\.json")
 _BIN_WEIGHTS = "pytorch_model.bin"
 _OLMO_WEIGHTS = "model.pt"
 _BIN_INDEX = re.compile(r"[^.].*\.bin\.index(\..+)?\.json")
+# The kind of weights, the file that has all of them, and what indices are called, in the order in which they are tried.
+_SINGLES = [
+    (kind, f"{name}{ending}", index)
+    for kind in KINDS
+    for name, ending, index in ((kind, _SUFFIX, _INDEX), (bin_stem(kind), ".bin", _BIN_INDEX))
+]
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 
@@ -48,6 +56,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         key: Of the tensors in files of torch.save.
         verify: Whether to compare files of torch.save with their checksums.
         in_parts: Whether tensors of one name in several files are parts of one.
+        in_folders: Whether tensors are named after the folder of their file as well.
         archives: Whether the files are TorchScript archives of one tensor each, named after it.
         opened: Those of the files that are open already.
 
@@ -67,6 +76,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         key: Key | None = None,
         verify: bool = False,
         in_parts: bool = False,
+        in_folders: bool = False,
         archives: bool = False,
         opened: Mapping[str, WeightFile] | None = None,
     ) -> None:
@@ -74,6 +84,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.location = path.absolute()
         self.metadata: dict[str, str] = {}
         self.files: dict[str, WeightFile] = {}
+        self._in_folders = in_folders
         # The file of each tensor, and its name there.
         self._places: dict[str, tuple[str, str]] = {}
         self._lazies: dict[str, LazyTensor] = {}
@@ -127,10 +138,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
             storage.check_unchanged()
 
     def _add(self, file: str, weight_map: Mapping[str, str]) -> None:
-        for name in self.files[file].names:
+        folder = os.path.dirname(file) if self._in_folders else ""
+        for inner in self.files[file].names:
+            name = f"{folder}/{inner}" if folder else inner
             if weight_map.get(name, file) != file:
                 continue
-            other, _ = self._places.setdefault(name, (file, name))
+            other, _ = self._places.setdefault(name, (file, inner))
             if other != file:
                 raise CheckpointError(
                     f"'{name}' is in two files of '{self.path}': '{other}' and '{file}'; "
@@ -168,6 +181,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """The name of the file that holds the tensor."""
         return self._places[name][0]
 
+    def folder_of(self, name: str) -> str:
+        """The folder that the tensor is named after, "" if it is not."""
+        return os.path.dirname(self.file_of(name)) if self._in_folders else ""
+
     def facts(self, name: str) -> TensorFacts:
         """Type, shape and size of a tensor, also of one that torch has no type for."""
         file, inner = self._places[name]
@@ -200,8 +217,9 @@ def open_checkpoint(
             - a pattern such as "reshard-model_part-*.pt": the files that it finds, ordered by the numbers in their
               paths. If files have names in common, every tensor is called "{name}.part_{i}", i counting from 0;
             - a directory: with `model.safetensors`, else an index of safetensors files, else `pytorch_model.bin`, else
-              an index of such files, else all its safetensors files together, else `model.pt`, else the partitions of
-              SwiftTransformer: a TorchScript archive for each tensor, which is called as the file is.
+              an index of such files, else `adapter_model` or `diffusion_pytorch_model` in these formats, else all its
+              safetensors files together, else `model.pt`, else the partitions of SwiftTransformer: a TorchScript
+              archive for each tensor, which is called as the file is.
         key: Where in a file of torch.save, of OLMo or of `save_nested` the tensors are: "model" for
             `{"model": {...}, "args": {...}}`, "ema/model" or a sequence of keys further down, "" for the top. Not
             needed where only one dict has tensors. Without it, all tensors of `save_nested` are there, by their paths.
@@ -290,15 +308,12 @@ def _open_parts(pattern: Path, key: Key | None, verify: bool) -> Checkpoint:
 
 def _open_directory(path: Path, key: Key | None, verify: bool) -> Checkpoint:
     names = sorted(name for name in os.listdir(path) if not name.startswith("."))
-    for single, family, standard in (
-        (SAFE_WEIGHTS, _INDEX, SAFE_WEIGHTS_INDEX),
-        (_BIN_WEIGHTS, _BIN_INDEX, _BIN_WEIGHTS + ".index.json"),
-    ):
+    for kind, single, family in _SINGLES:
         if single in names:
             return Checkpoint(path, {single: path / single}, key=key, verify=verify)
-        indices = [name for name in names if family.fullmatch(name)]
-        if standard in indices:
-            indices = [standard]
+        indices = [name for name in names if family.fullmatch(name) and kind_of(name) == kind]
+        if f"{single}.index.json" in indices:
+            indices = [f"{single}.index.json"]
         if len(indices) == 1:
             return _open_index(path, path / indices[0], key, verify)
         if indices:
@@ -309,6 +324,11 @@ def _open_directory(path: Path, key: Key | None, verify: bool) -> Checkpoint:
         return Checkpoint(path, {_OLMO_WEIGHTS: path / _OLMO_WEIGHTS}, key=key, verify=verify)
     if not files and (archives := find_archives(path, names)):
         return Checkpoint(path, archives, verify=verify, archives=True)
+    if not files and (folders := checkpoint_folders(path)):
+        raise CheckpointError(
+            f"'{path}' is made of several checkpoints ({in_words(folders)}); pass the directory of one, such as "
+            f"'{path / folders[0]}'"
+        )
     if not files:
         raise CheckpointError(
             f"'{path}' holds no {_SUFFIX} file, no {_BIN_WEIGHTS} and no index; pass the directory of a checkpoint, or "

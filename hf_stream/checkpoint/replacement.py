@@ -44,7 +44,7 @@ def plan_replacement(folder: Folder, staged: Folder, *, entry: str, stale: re.Pa
         folder: The directory.
         staged: The new files, all of them.
         entry: That of the new files which names the others, or one that is as good.
-        stale: Matches the names of old weight files, which go; in folders, only those that are replaced.
+        stale: Matches the names of old weight files, which go; also in the folders that new ones are in.
 
     Raises:
         CheckpointError: Something in the directory is in the way. Nothing there has been changed.
@@ -67,7 +67,9 @@ def plan_replacement(folder: Folder, staged: Folder, *, entry: str, stale: re.Pa
 
 def states_before(folder: Folder, names: Collection[str], stale: re.Pattern[str] | None) -> dict[str, FileState | None]:
     """What is there under the names of new files, and of old weight files that go when they come."""
-    going = {name for name in (*folder.names(), *names) if stale is not None and stale.fullmatch(name)}
+    parents = {"", *map(os.path.dirname, names)}
+    there = [name for parent in sorted(parents) for name in folder.names(parent)]
+    going = {name for name in (*there, *names) if stale is not None and stale.fullmatch(name)}
     return {name: folder.state(name) for name in sorted({*going, *names})}
 
 

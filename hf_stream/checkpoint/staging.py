@@ -102,6 +102,9 @@ class Staging:
         """Drop what an earlier run left under other names than these."""
         for name in self.finished - set(names):
             remove_tree(self.path / name)
+        for folder, _, _ in os.walk(self.path, topdown=False):
+            if folder != str(self.path) and not os.listdir(folder):
+                os.rmdir(folder)
         self.finished &= set(names)
 
     def create(self, name: str, nbytes: int) -> FileStorage:
@@ -167,7 +170,7 @@ class Staging:
 
         Args:
             entry: The file that names the others, or the only one.
-            stale: Matches the names of old weight files, which go; in folders, only those that are replaced.
+            stale: Matches the names of old weight files, which go; also in the folders that new ones are in.
 
         Raises:
             CheckpointError: Something in the destination is in the way. Nothing there has been changed then.
@@ -315,7 +318,11 @@ class Staging:
         remove_tree(self._growing)
         self._growing.mkdir()
         self.path.mkdir(exist_ok=True)
-        self.finished = set(os.listdir(self.path))
+        self.finished = {
+            os.path.relpath(os.path.join(folder, name), self.path)
+            for folder, _, names in os.walk(self.path)
+            for name in names
+        }
         if self._fingerprint is not None:
             if self._durable and journal.boot is not None:
                 flush_tree(self.path)

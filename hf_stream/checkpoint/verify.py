@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_stream.checkpoint.components import apart, open_repository
 from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
-from hf_stream.checkpoint.open import open_checkpoint
+from hf_stream.checkpoint.paths import given_path
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.region import Region
@@ -88,9 +89,10 @@ def verify(
     """Compare two checkpoints: names, shapes, dtypes, and every bit, NaNs and zeros' signs included.
 
     Args:
-        a: What `open_checkpoint` takes, or named tensors.
+        a: What `open_checkpoint` takes, or named tensors. Of a repository of several checkpoints, such as a pipeline of
+            diffusers, all are compared.
         b: Likewise.
-        layout: Applied to `a` before comparing.
+        layout: Applied to `a` before comparing, as `convert` does it.
         strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         buffer_size: Bytes of both sides held at a time, at most; the inputs of one deferred operation come on top.
         threads: Threads that move bytes; by default one for each core, and at most four.
@@ -99,10 +101,11 @@ def verify(
     Returns:
         The differences; `if verify(a, b): ...` runs if there are any.
     """
-    first: Mapping[str, torch.Tensor] = a if isinstance(a, Mapping) else open_checkpoint(a, prefer_safetensors=False)
-    second: Mapping[str, torch.Tensor] = b if isinstance(b, Mapping) else open_checkpoint(b, prefer_safetensors=False)
+    first: Mapping[str, torch.Tensor] = a if isinstance(a, Mapping) else open_repository(given_path(a))
+    second: Mapping[str, torch.Tensor] = b if isinstance(b, Mapping) else open_repository(given_path(b))
     if layout is not None:
-        first = apply_layout(layout, first, strict=strict)
+        own, others = apart(first)
+        first = {**apply_layout(layout, own, strict=strict), **others}
     found = Differences(
         missing=[name for name in first if name not in second], extra=[name for name in second if name not in first]
     )

@@ -34,20 +34,19 @@ def verify(
     A line on stdout tells each difference. --key is that of A. --layout changes A before it is compared, so that A and
     what `convert` made of it are equal. In how many files the tensors are makes no difference.
     """
-    from hf_stream.checkpoint import open_checkpoint
     from hf_stream.checkpoint import verify as verify_checkpoints
+    from hf_stream.checkpoint.components import apart, open_repository
     from hf_stream.checkpoint.mapping import map_tensors
+    from hf_stream.checkpoint.paths import given_path
     from hf_stream.cli.layout import chosen_layout, refuse_unmatched
 
-    a, b = (
-        open_checkpoint(first, key=key, prefer_safetensors=False),
-        open_checkpoint(second, prefer_safetensors=False),
-    )
+    a, b = open_repository(given_path(first), key), open_repository(given_path(second))
     layout = chosen_layout(specs, inverse, first)
-    mapped, matches = map_tensors(layout, a)
+    own, others = apart(a)
+    mapped, matches = map_tensors(layout, own)
     refuse_unmatched(matches, allow_unmatched)
     matches.report()
-    differences = verify_checkpoints(mapped, b, progress=False if quiet else None)
+    differences = verify_checkpoints({**mapped, **others}, b, progress=False if quiet else None)
     if differences:
         click.echo(str(_printable(differences)))
     if not quiet:

@@ -79,13 +79,23 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: It holds something else, is too large, or no regular file.
         OSError: It cannot be read.
     """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"'{os.fspath(path)}' must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a small file of JSON holds.
+
+    Raises:
+        CheckpointError: It is not JSON, too large, or no regular file.
+        OSError: It cannot be read.
+    """
     content = read_small(path)
     try:
-        value = json.loads(content)
+        return json.loads(content)
     except RecursionError:
         raise CheckpointError(f"'{os.fspath(path)}' nests deeper than can be followed; get the file again") from None
     except ValueError as error:
         raise CheckpointError(f"'{os.fspath(path)}' is not JSON: {error}; get the file again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"'{os.fspath(path)}' must hold a JSON object, got {type(value).__name__}")
-    return value

@@ -59,7 +59,7 @@ class Prospect:
     @property
     def _files(self) -> Table:
         files, tensors = self.conversion.files, sum(len(shard.header.tensors) for shard in self.written)
-        rows = [("read", os.path.basename(file) or file, "", size(n)) for file, n in self.nbytes_read.items()]
+        rows = [("read", self._short(file), "", size(n)) for file, n in self.nbytes_read.items()]
         for what, shards in (("keep", self.kept), ("write", self.written)):
             rows += [(what, s.name, f"{len(s.header.tensors):,}", size(s.header.nbytes)) for s in shards]
         rows += [("write", name, "", size(len(content))) for name, content in files.small.items()]
@@ -93,6 +93,12 @@ class Prospect:
             "carry": [{"file": name, "nbytes": nbytes} for name, nbytes in self._carried()],
             "replace": [{"file": name, "nbytes": nbytes} for name, nbytes in self.replaced.items()],
         }
+
+    def _short(self, file: str) -> str:
+        """A source file's name; in a repository of several checkpoints, with its folder."""
+        if len(self.conversion.folders) > 1:
+            return os.path.relpath(file, self.conversion.directory)
+        return os.path.basename(file) or file
 
     def _carried(self) -> Iterator[tuple[str, int]]:
         for path in self.conversion.carried:

@@ -28,7 +28,8 @@ def inspect(
 
     Tensors that differ in the numbers of their names alone stand in one line. Reads headers only.
     """
-    from hf_stream.checkpoint import open_checkpoint, open_nested
+    from hf_stream.checkpoint import open_nested
+    from hf_stream.checkpoint.components import open_repository
     from hf_stream.checkpoint.nested_conversion import open_nesting
     from hf_stream.checkpoint.nested_structure import STRUCTURE
     from hf_stream.checkpoint.overview import overview
@@ -37,7 +38,7 @@ def inspect(
     from hf_stream.cli.outline import outline
 
     nesting = open_nesting(given_path(source), skip_unreadable=True) if key is None else None
-    checkpoint = nesting.source if nesting else open_checkpoint(source, key=key, prefer_safetensors=False)
+    checkpoint = nesting.source if nesting else open_repository(given_path(source), key)
     names = select_names(checkpoint, include or None, exclude or None, where=source)
     if as_json:
         click.echo(_as_json(checkpoint, names))

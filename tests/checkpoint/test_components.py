@@ -234,8 +234,20 @@ def test_verify_compares_all_of_it(pipeline: Path, tmp_path: Path) -> None:
 
 def test_the_plan_shows_all_of_it(pipeline: Path) -> None:
     shown = run("plan", pipeline, "--dtype", "bf16").stdout
-    assert "unet/diffusion_pytorch_model.safetensors" in shown
-    assert "text_encoder/model.safetensors" in shown
+    assert "write  unet/diffusion_pytorch_model.safetensors" in shown
+    assert "read   unet/diffusion_pytorch_model-00001-of-00002.safetensors" in shown
+    assert "carry  vae/config.json" in shown
+
+
+def test_inspect_lists_all_of_it(pipeline: Path) -> None:
+    shown = json.loads(run("inspect", pipeline, "--json").stdout)
+    assert {tensor["name"] for tensor in shown["tensors"]} == _tensors(pipeline).keys()
+
+
+def test_some_of_it(pipeline: Path, tmp_path: Path) -> None:
+    hf_stream.convert(pipeline, tmp_path / "out", allow_patterns="unet/*", ignore_patterns="*.0.*")
+    assert set(_tensors(tmp_path / "out")) == {f"unet/down.{n}.weight" for n in (1, 2, 3)}
+    assert not (tmp_path / "out/vae/diffusion_pytorch_model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

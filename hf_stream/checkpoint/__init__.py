@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hf_stream.checkpoint.conversion import Conversion, Kept, Outcome
+from hf_stream.checkpoint.components import open_repository
 from hf_stream.checkpoint.convert import convert, plan_conversion, run_conversion
 from hf_stream.checkpoint.load import load_into
 from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
@@ -30,6 +31,7 @@ __all__ = [
     "open_checkpoint",
     "open_files",
     "open_nested",
+    "open_repository",
     "plan_conversion",
     "run_conversion",
     "save_checkpoint",

@@ -28,8 +28,7 @@ def inspect(
 
     Tensors that differ in the numbers of their names alone stand in one line. Reads headers only.
     """
-    from hf_stream.checkpoint import open_nested
-    from hf_stream.checkpoint.components import open_repository
+    from hf_stream.checkpoint import open_nested, open_repository
     from hf_stream.checkpoint.nested_conversion import open_nesting
     from hf_stream.checkpoint.nested_structure import STRUCTURE
     from hf_stream.checkpoint.overview import overview

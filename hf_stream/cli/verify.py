@@ -34,8 +34,9 @@ def verify(
     A line on stdout tells each difference. --key is that of A. --layout changes A before it is compared, so that A and
     what `convert` made of it are equal. In how many files the tensors are makes no difference.
     """
+    from hf_stream.checkpoint import open_repository
     from hf_stream.checkpoint import verify as verify_checkpoints
-    from hf_stream.checkpoint.components import apart, open_repository
+    from hf_stream.checkpoint.components import apart
     from hf_stream.checkpoint.mapping import map_tensors
     from hf_stream.checkpoint.paths import given_path
     from hf_stream.cli.layout import chosen_layout, refuse_unmatched

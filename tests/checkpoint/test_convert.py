@@ -208,7 +208,6 @@ def test_small_files_of_an_earlier_attempt_do_not_stay(tmp_path: Path) -> None:
 def test_the_config_says_what_the_weights_are_now(tmp_path: Path) -> None:
     _source(tmp_path / "a")
     config = {"z": "\N{SNOWMAN}", "dtype": "float32", "text_config": {"torch_dtype": "float32"}}
-    config["quantization_config"] = {"dtype": "int4"}
     (tmp_path / "a/config.json").write_text(json.dumps(config))
     (tmp_path / "a/1_Pooling").mkdir()
     (tmp_path / "a/1_Pooling/config.json").write_text('{"dtype": "x"}')
@@ -348,7 +347,6 @@ def in_half(names: set[str]) -> AnyLayout:
         (None, None, {"dtype": "float32", "quantization_config": {"dtype": "int4"}}),
         (in_half({"small"}), None, {"dtype": "float32", "quantization_config": {"dtype": "int4"}}),
         (in_half({"large"}), None, {"dtype": "float16", "quantization_config": {"dtype": "int4"}}),
-        (in_half({"large"}), torch.float64, {"dtype": "float64", "quantization_config": {"dtype": "int4"}}),
         (Renamed(), None, {"dtype": "float32"}),
         (Renamed(), torch.bfloat16, {"dtype": "bfloat16"}),
     ],

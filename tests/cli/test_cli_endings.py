@@ -41,7 +41,7 @@ def test_the_package_runs_as_a_module() -> None:
 
 
 COMMANDS: dict[str, tuple[str, list[str]]] = {
-    "inspect": ("open_checkpoint", ["{source}"]),
+    "inspect": ("open_repository", ["{source}"]),
     "plan": ("plan_conversion", ["{source}"]),
     "convert": ("run_conversion", ["{source}", "{tmp}/out"]),
     "verify": ("verify", ["{source}", "{source}"]),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_stream.checkpoint.conversion import Conversion, Kept, Outcome
 from hf_stream.checkpoint.components import open_repository
+from hf_stream.checkpoint.conversion import Conversion, Kept, Outcome
 from hf_stream.checkpoint.convert import convert, plan_conversion, run_conversion
 from hf_stream.checkpoint.load import load_into
 from hf_stream.checkpoint.mapping import AnyLayout, apply_layout

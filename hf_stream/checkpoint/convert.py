@@ -177,6 +177,11 @@ def convert(
     single file; if most of the weights get a new dtype, the config says so, and it changes with a layout that has a
     `new_config`. The source cannot be the destination.
 
+    Weights are called as before: `adapter_model`, `diffusion_pytorch_model.fp16` and so on. A directory that lists
+    several checkpoints in its folders, such as a pipeline of diffusers (`model_index.json`) or a model of
+    sentence-transformers (`modules.json`), is converted with all of them or not at all; a layout is for the one in the
+    directory itself.
+
     A file of torch.save, or a safetensors file of OLMo, becomes one .safetensors file as a whole: an ordinary one if it
     is a flat dict of tensors, else one as `save_nested` writes, for `open_nested` and `load_nested`. Given a key, a
     layout or a dtype, or a directory to write to, its named tensors are taken alone, as `open_checkpoint` finds them.

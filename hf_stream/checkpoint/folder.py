@@ -83,6 +83,28 @@ class Folder:
             return []
         return [f"{folder}/{name}" if folder else name for name in found]
 
+    def all_names(self) -> list[str]:
+        """Names of all files here and in all folders below.
+
+        Raises:
+            CheckpointError: There is a link, a pipe or the like, which no folder of our own holds.
+        """
+        found, todo = [], [""]
+        while todo:
+            inner = todo.pop()
+            with os.scandir(self.path / inner) as entries:
+                for entry in entries:
+                    name = f"{inner}/{entry.name}" if inner else entry.name
+                    if entry.is_dir(follow_symlinks=False):
+                        todo.append(name)
+                    elif entry.is_file(follow_symlinks=False):
+                        found.append(name)
+                    else:
+                        raise CheckpointError(
+                            f"'{entry.path}' is a link, a pipe or the like, which no checkpoint holds"
+                        )
+        return found
+
     def make_parents(self, name: str) -> None:
         """Make the folders that a file is to be in."""
         parents = list(PurePosixPath(name).parents)[-2::-1]

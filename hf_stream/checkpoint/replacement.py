@@ -11,7 +11,6 @@ from pathlib import PurePosixPath
 
 from hf_stream.checkpoint.folder import FileState, Folder
 from hf_stream.checkpoint.journal import Replacement
-from hf_stream.errors import CheckpointError
 from hf_stream.formats import is_weight_file
 
 # What libraries look for first when they load a directory.
@@ -49,7 +48,7 @@ def plan_replacement(folder: Folder, staged: Folder, *, entry: str, stale: re.Pa
     Raises:
         CheckpointError: Something in the directory is in the way. Nothing there has been changed.
     """
-    names = sorted(_all_names(staged), key=lambda name: (_rank(name, entry), name))
+    names = sorted(staged.all_names(), key=lambda name: (_rank(name, entry), name))
     states = states_before(folder, names, stale)
     hidden = {name: _known(folder, name) for name in _rivals(folder, states)}
     new = {}
@@ -186,23 +185,6 @@ def _kind(name: str) -> tuple[str, str] | None:
 
 def _index_first(name: str) -> tuple[bool, str]:
     return not name.endswith(".json"), name
-
-
-def _all_names(folder: Folder) -> list[str]:
-    """All files below a folder of our own, which holds no links."""
-    found, todo = [], [""]
-    while todo:
-        inner = todo.pop()
-        with os.scandir(folder.path / inner) as entries:
-            for entry in entries:
-                name = f"{inner}/{entry.name}" if inner else entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    todo.append(name)
-                elif entry.is_file(follow_symlinks=False):
-                    found.append(name)
-                else:
-                    raise CheckpointError(f"'{entry.path}' is a link, a pipe or the like, which no checkpoint holds")
-    return found
 
 
 def _known(folder: Folder, name: str) -> FileState:

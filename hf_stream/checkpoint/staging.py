@@ -103,8 +103,9 @@ class Staging:
         for name in self.finished - set(names):
             remove_tree(self.path / name)
         for folder, _, _ in os.walk(self.path, topdown=False):
-            if folder != str(self.path) and not os.listdir(folder):
+            with suppress(OSError):  # which has something in it
                 os.rmdir(folder)
+        self.path.mkdir(exist_ok=True)
         self.finished &= set(names)
 
     def create(self, name: str, nbytes: int) -> FileStorage:
@@ -318,11 +319,8 @@ class Staging:
         remove_tree(self._growing)
         self._growing.mkdir()
         self.path.mkdir(exist_ok=True)
-        self.finished = {
-            os.path.relpath(os.path.join(folder, name), self.path)
-            for folder, _, names in os.walk(self.path)
-            for name in names
-        }
+        with Folder(self.path) as staged:
+            self.finished = set(staged.all_names())
         if self._fingerprint is not None:
             if self._durable and journal.boot is not None:
                 flush_tree(self.path)

@@ -143,7 +143,7 @@ def test_types_that_torch_makes_no_models_of_are_for_all(saved, tmp_path):
     ("changes", "words"),
     [
         ({"model_type": "unheard_of"}, "does not know the model_type 'unheard_of'"),
-        ({"architectures": ["pipeline"]}, "has no 'pipeline', the architecture"),
+        ({"architectures": ["pipeline"]}, "has no model 'pipeline', the architecture"),
         ({"num_layers": "two"}, "does not build it: .*num_layers"),
     ],
 )

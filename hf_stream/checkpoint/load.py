@@ -12,7 +12,7 @@ from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.copying.region import Region
-from hf_stream.errors import CheckpointError
+from hf_stream.errors import MisfitError
 from hf_stream.lazy import LazyTensor, dressed, write_into
 
 _LISTED = 5
@@ -47,7 +47,7 @@ def load_into(
         `missing_keys` and `unexpected_keys`, as `Module.load_state_dict` does.
 
     Raises:
-        CheckpointError, LayoutError: Names or shapes do not fit; nothing has been changed then.
+        MisfitError, LayoutError: Names or shapes do not fit; nothing has been changed then.
         CopyError: Reading failed; the module may be filled in part.
     """
     tensors = apply_layout(layout, tensors, strict=strict)
@@ -105,7 +105,7 @@ def _check_fit(
     misfits += [f"'{name}' is not in the module" for name in unexpected]
     if misfits:
         more = f" and {len(misfits) - _LISTED} more" if len(misfits) > _LISTED else ""
-        raise CheckpointError(
+        raise MisfitError(
             f"{len(misfits)} tensors do not fit {type(module).__name__}: {'; '.join(misfits[:_LISTED])}{more}. "
             "Use a layout that maps them, or strict=False for names that may be left over"
         )

@@ -37,6 +37,7 @@ from hf_stream.copying.progress import Progress
 from hf_stream.errors import CheckpointError, FormatError
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.nested import decode_structure, encode_structure
+from hf_stream.formats.regular_files import opening
 from hf_stream.formats.shards import shard_pattern
 from hf_stream.lazy import materialize, write_into
 
@@ -141,7 +142,8 @@ def open_nested(path: str | os.PathLike[str], *, prefer_safetensors: bool = True
         FormatError: A header, an index, a structure or a pickle is not what its format says, or holds what is no data.
         CheckpointError: There is nothing to open, it is not whole, or it is no nested state.
     """
-    source, state = _find(given_path(path), prefer_safetensors, skip_unreadable)
+    with opening(path):
+        source, state = _find(given_path(path), prefer_safetensors, skip_unreadable)
     if state is not _OURS:
         return state
     checkpoint, tree = _open(source)
@@ -176,7 +178,8 @@ def load_nested(
         CheckpointError: There is nothing to open, it is not whole, or it is no nested state.
         CopyError: Reading failed.
     """
-    source, state = _find(given_path(path), prefer_safetensors, skip_unreadable)
+    with opening(path):
+        source, state = _find(given_path(path), prefer_safetensors, skip_unreadable)
     if state is not _OURS:
         return load_state(state, device, buffer_size=buffer_size, progress=progress)
     checkpoint, tree = _open(source)

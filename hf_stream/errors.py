@@ -131,9 +131,7 @@ _BY_ERRNO: Final[dict[int, type[CheckpointError]]] = {
 }
 
 
-def because_of(
-    cause: OSError, message: str, otherwise: type[CheckpointError] = CheckpointError
-) -> CheckpointError:
+def because_of(cause: OSError, message: str, otherwise: type[CheckpointError] = CheckpointError) -> CheckpointError:
     """The error to raise from what the system has said: of the class that goes with its number, as Python does it.
 
     Args:

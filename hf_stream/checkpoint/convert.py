@@ -43,6 +43,7 @@ from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shards import shard_pattern
 from hf_stream.lazy import write_into
 from hf_stream.storage.durability import drop_pages, flush
+from hf_stream.utils.sizes import nbytes_of
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".json"
@@ -169,7 +170,7 @@ def convert(
     resume: bool = True,
     verify: bool = False,
     durable: bool | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Path:
@@ -206,7 +207,7 @@ def convert(
             the destination appears.
         durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
             the environment has HF_STREAM_DURABLE=0.
-        buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        buffer_size: Bytes in flight, at most, also as "64MB"; the inputs of one deferred operation come on top.
         threads: Threads that move bytes; by default one for each core, and at most four.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -219,6 +220,7 @@ def convert(
         CopyError: Reading or writing failed; finished shards are kept for the next run if `resume`. Or the source was
             changed meanwhile; nothing is kept then.
     """
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
     conversion = plan_conversion(
         source,
         destination,
@@ -254,11 +256,12 @@ def run_conversion(
     resume: bool = True,
     verify: bool = False,
     durable: bool | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Outcome:
     """Do what was planned for this destination; arguments and errors as in `convert`."""
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
     conversion.check_destination(destination)
     directory, file = conversion.directory_of(destination), conversion.file
     conversion.matches.report(strict=strict)

@@ -154,7 +154,9 @@ class TorchFile:
     def _content(self, record: Record) -> bytes:
         """All of a small record, with its checksum compared."""
         if record.nbytes > _MAX_PICKLE:
-            raise ArchiveError(f"'{self.name}': record '{record.name}' of {record.nbytes} bytes is no pickle of tensors")
+            raise ArchiveError(
+                f"'{self.name}': record '{record.name}' of {record.nbytes} bytes is no pickle of tensors"
+            )
         if record.nbytes > max(_SMALL, _MAX_INFLATION * record.stored_nbytes):
             raise ArchiveError(
                 f"'{self.name}': record '{record.name}' would grow from {record.stored_nbytes} to {record.nbytes} "

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hf_stream.errors import FormatError
+from hf_stream.errors import ArgumentError
+from hf_stream.utils.sizes import parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -44,11 +45,9 @@ class SizeParam(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from hf_stream.formats.shards import parse_size
-
         try:
             nbytes = int(value) if value.isdecimal() else parse_size(value)
-        except FormatError as error:
+        except ArgumentError as error:
             self.fail(str(error), param, ctx)
         if nbytes <= 0:
             self.fail(f"size '{value}' leaves no room for a tensor", param, ctx)

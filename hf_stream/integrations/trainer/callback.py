@@ -15,6 +15,7 @@ from hf_stream.integrations.trainer.place import clear_leftovers
 from hf_stream.integrations.trainer.settings import Settings
 from hf_stream.integrations.trainer.weights import layout_to_file, who_saves
 from hf_stream.layouts.composable import TwoWay, is_two_way
+from hf_stream.utils.sizes import nbytes_of
 
 # As accelerate calls them.
 _SHARDED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
@@ -41,7 +42,7 @@ class StreamingCheckpointCallback(TrainerCallback):
         max_shard_size: Bytes, or a string such as "5GB", for the weights.
         durable: Whether a checkpoint is on the disk, so that it outlives a loss of power, before it counts as saved and
             older ones go. None: yes, unless the environment has HF_STREAM_DURABLE=0.
-        buffer_size: Bytes in flight, at most.
+        buffer_size: Bytes in flight, at most, also as text such as "64MB".
         progress: True for a bar in bytes at each checkpoint, None for a bar on terminals only, False for none.
 
     Raises:
@@ -60,7 +61,7 @@ class StreamingCheckpointCallback(TrainerCallback):
         *,
         max_shard_size: int | str = "50GB",
         durable: bool | None = None,
-        buffer_size: int = DEFAULT_BUFFER_SIZE,
+        buffer_size: int | str = DEFAULT_BUFFER_SIZE,
         progress: bool | Progress | None = False,
     ) -> None:
         if layout is not None:
@@ -70,7 +71,8 @@ class StreamingCheckpointCallback(TrainerCallback):
                     "pass a Layout"
                 )
             layout.inverse  # noqa: B018, says what cannot be inverted
-        self.settings = Settings(layout, max_shard_size, durable, buffer_size, progress)
+        nbytes_of(max_shard_size, "max_shard_size")  # not only when the first checkpoint is saved
+        self.settings = Settings(layout, max_shard_size, durable, nbytes_of(buffer_size, "buffer_size"), progress)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what cannot be saved this way while nothing is lost, and remove what a killed run has left."""

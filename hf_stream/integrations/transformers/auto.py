@@ -47,7 +47,7 @@ class _StreamingAuto:
         *args: Any,
         layout: AnyLayout | None = None,
         strict: bool = False,
-        buffer_size: int | None = None,
+        buffer_size: int | str | None = None,
         progress: bool | Progress | None = None,
         **kwargs: Any,
     ) -> Any:

@@ -40,6 +40,7 @@ from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.region import Region
 from hf_stream.errors import CheckpointError
 from hf_stream.formats.collector import collector_paused
+from hf_stream.formats.foreign import unwritten
 from hf_stream.formats.shards import shard_pattern
 from hf_stream.lazy import write_into
 from hf_stream.storage.durability import drop_pages, flush
@@ -47,7 +48,6 @@ from hf_stream.utils.sizes import nbytes_of
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".json"
-_PICKLED = frozenset({".pt", ".pth", ".bin"})
 _NO_LIMIT = 1 << 63
 _LISTED = 5
 # What files of one tensor each are written in: enough for all threads, and little to do again after a crash.
@@ -90,11 +90,8 @@ def plan_conversion(
         if value is not None
     ]
     format = _file_format(format, layout, destination if file else None)
-    if format == SAFETENSORS and _looks_pickled(destination):
-        raise CheckpointError(
-            f"'{destination}' looks like a file of torch.save, which is not written; "
-            f"name a file that ends in {_SUFFIX}, or a directory, with a slash at its end if that is its name"
-        )
+    if format == SAFETENSORS and destination is not None and (fact := unwritten(destination)):
+        raise CheckpointError(fact)
     if nested and of_weights:
         raise CheckpointError(
             f"'{of_weights[0]}' is for named tensors, 'nested' for all that a file holds: choose one of them"
@@ -326,11 +323,6 @@ def _file_format(
             )
         return SAFETENSORS
     return wanted or file_format_of(layout)
-
-
-def _looks_pickled(destination: str | os.PathLike[str] | None) -> bool:
-    path = os.fspath(destination or "")
-    return Path(path).suffix in _PICKLED and not path.endswith(os.sep) and not os.path.isdir(path)
 
 
 def _single_file(path: Path) -> str | None:

@@ -36,6 +36,7 @@ from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import CheckpointError, FormatError
 from hf_stream.formats.collector import collector_paused
+from hf_stream.formats.foreign import unwritten
 from hf_stream.formats.nested import decode_structure, encode_structure
 from hf_stream.formats.regular_files import opening
 from hf_stream.formats.shards import shard_pattern
@@ -95,6 +96,8 @@ def save_nested(
     buffer_size = nbytes_of(buffer_size, "buffer_size")
     target = given_path(path)
     single = target.suffix == _SUFFIX
+    if fact := unwritten(path):
+        raise CheckpointError(fact)
     if single and max_shard_size is not None:
         raise CheckpointError(
             f"'{target}' is to be one file, whatever its size; pass a directory, or no max_shard_size"

@@ -23,6 +23,7 @@ from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX as _SUFFIX
 from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES, SafetensorsFile, TensorFacts, TorchStateFile, WeightFile
 from hf_stream.errors import CheckpointError, FileKindError, MissingError, TensorNameError
 from hf_stream.formats import SAFE_WEIGHTS, SAFE_WEIGHTS_INDEX, Header, read_index
+from hf_stream.formats.foreign import unread
 from hf_stream.formats.regular_files import opening
 from hf_stream.lazy import LazyTensor
 from hf_stream.storage.file import FileStorage
@@ -265,6 +266,8 @@ def _open(path: Path, key: Key | None, verify: bool, prefer_safetensors: bool) -
         return _open_index(path, path, key, verify)
     if path.suffix == _SUFFIX or path.suffix in TORCH_SUFFIXES:
         return Checkpoint(path, {path.name: path}, key=key, verify=verify)
+    if fact := unread(path):
+        raise CheckpointError(fact)
     raise CheckpointError(
         f"'{path}' is neither a directory nor a weight file ({', '.join((_SUFFIX, *TORCH_SUFFIXES))}) nor an index; "
         "pass one of these, or convert it first"

@@ -13,6 +13,8 @@ from hf_stream.checkpoint.staging import Staging
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.copying.region import Region
+from hf_stream.errors import CheckpointError
+from hf_stream.formats.foreign import unwritten
 from hf_stream.lazy import named_tensors, write_into
 from hf_stream.storage.file import FileStorage
 from hf_stream.utils.sizes import nbytes_of
@@ -58,6 +60,8 @@ def save_checkpoint(
     """
     buffer_size = nbytes_of(buffer_size, "buffer_size")
     tensors = named_tensors(tensors, "save_checkpoint")
+    if fact := unwritten(directory):
+        raise CheckpointError(fact)
     files = CheckpointFiles.plan(tensors, max_shard_size=max_shard_size, metadata=metadata)
     write_files(Staging(directory, durable=durable), files, tensors, buffer_size=buffer_size, progress=progress)
     return Path(directory)

@@ -12,6 +12,7 @@ import torch
 
 from hf_stream.errors import ArchiveError, FormatError, PickleError
 from hf_stream.formats.budget import Budget
+from hf_stream.formats.foreign import pointer
 from hf_stream.formats.torch_pickle import StorageRecord, TensorRecord, TorchPickle
 from hf_stream.storage.base import Storage
 from hf_stream.storage.file import FileStorage
@@ -62,6 +63,8 @@ def _check(data: mmap.mmap, name: str) -> tuple[Any, dict[str, StorageRecord]]:
     except FormatError:
         magic, at = None, 0
     if magic != _MAGIC or type(magic) is not int:
+        if fact := pointer(name, data[:100], len(data)):
+            raise PickleError(fact)
         raise PickleError(f"'{name}' is no file of torch.save: it is neither a zip archive nor of the format before it")
     protocol, at = reader.read(data, name, at)
     system, at = reader.read(data, name, at)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from hf_stream.errors import CheckpointError, FileKindError, HfStreamError, because_of
+from hf_stream.formats.foreign import pointer
 
 # An index with a million tensors takes 100 MB, a config some kilobytes.
 MAX_JSON_NBYTES: Final = 100_000_000
@@ -105,6 +106,8 @@ def read_json_object(path: str | os.PathLike[str]) -> dict[str, Any]:
     except RecursionError:
         raise CheckpointError(f"'{os.fspath(path)}' nests deeper than can be followed; get the file again") from None
     except ValueError as error:
+        if fact := pointer(os.fspath(path), content, len(content)):
+            raise CheckpointError(fact) from None
         raise CheckpointError(f"'{os.fspath(path)}' is not JSON: {error}; get the file again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"'{os.fspath(path)}' must hold a JSON object, got {type(value).__name__}")

@@ -19,11 +19,12 @@ from typing import Final
 
 import torch
 
-from hf_stream.errors import FormatError, SafetensorsError
+from hf_stream.errors import ArgumentTypeError, FormatError, SafetensorsError
 from hf_stream.formats import strict_json
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.dtypes import NAMES, RANK, TORCH_DTYPES
 from hf_stream.formats.entries import MAX_NESTING, METADATA, parse_entries, tensor_nbytes
+from hf_stream.formats.foreign import pointer
 from hf_stream.formats.regular_files import open_regular
 from hf_stream.formats.strict_json import Pairs
 
@@ -124,6 +125,8 @@ def header_nbytes(prefix: bytes | bytearray | memoryview, file_size: int, name: 
         )
     (length,) = _LENGTH.unpack_from(prefix)
     if length > MAX_HEADER_NBYTES:
+        if fact := pointer(name, prefix, file_size):
+            raise SafetensorsError(fact)
         raise SafetensorsError(f"'{name}': header of {length} bytes, the limit is {MAX_HEADER_NBYTES}. {_DAMAGED}")
     stop: int = _LENGTH.size + length
     if stop > file_size:
@@ -186,10 +189,11 @@ def encode_header(
 
     Raises:
         FormatError: The format cannot hold a name, a type or a shape.
+        ArgumentTypeError: An entry is not text.
     """
     for key, entry in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(entry, str):
-            raise FormatError(f"metadata entry {key!r}: {entry!r:.40} is not text. Pass strings only.")
+            raise ArgumentTypeError(f"metadata entry {key!r}: {entry!r:.40} is not text. Pass strings only.")
     unplaced = sorted(
         ((key, *_encoded(key, dtype, shape)) for key, (dtype, shape) in specs.items()),
         key=lambda item: (-RANK[item[1]], item[0]),

@@ -77,16 +77,17 @@ def check_tensor(tensor: object, what: str) -> None:
 
 def kind(value: object) -> str:
     """What a value is, in words."""
-    cls = type(value)
     if isinstance(value, type):
         return f"the class {value.__qualname__}"
     if isinstance(value, FunctionType):
         return f"the function {value.__qualname__}"
     if isinstance(value, str | os.PathLike):
-        return f"the path '{os.fspath(value)}'"
+        return f"'{os.fspath(value)}'"
     if value is None:
         return "None"
-    return f"a {cls.__qualname__}" if cls.__module__ == "builtins" else f"a {cls.__module__}.{cls.__qualname__}"
+    cls = type(value)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
 
 
 def _instead(value: object) -> str:

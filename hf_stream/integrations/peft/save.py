@@ -22,6 +22,7 @@ from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.formats import encode_header
 from hf_stream.formats.shared import Shared
+from hf_stream.integrations.transformers.log_names import logged_as
 from hf_stream.layouts.lora_adapter import WEIGHTS_FILE
 from hf_stream.lazy import write_into
 from hf_stream.utils.sizes import nbytes_of
@@ -70,7 +71,7 @@ def save_adapters(
         if card.is_file():
             # Peft adds to the card that is there.
             shutil.copyfile(card, staging.path / _CARD)
-        with _recording() as files:
+        with _recording() as files, logged_as(staging.path, save_directory):
             model.save_pretrained(os.fspath(staging.path), *args, **kwargs)
         jobs = []
         for name, (tensors, metadata) in files.items():

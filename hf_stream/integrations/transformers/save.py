@@ -19,11 +19,12 @@ from hf_stream.checkpoint.save import write_files
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
-from hf_stream.errors import ArgumentTypeError, LayoutError
+from hf_stream.errors import ArgumentTypeError, LayoutError, WriteError, because_of
 from hf_stream.formats import SAFE_WEIGHTS_INDEX, add_variant
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shared import Shared
 from hf_stream.integrations.transformers.hooks import Request, asking, hooked
+from hf_stream.integrations.transformers.log_names import logged_as
 from hf_stream.integrations.transformers.pushed import pushed
 from hf_stream.integrations.transformers.recorded import Recording, recording
 from hf_stream.layouts.composable import is_two_way
@@ -127,6 +128,7 @@ def stream_save(
             save(model, save_directory, is_main_process, state_dict, **options, **kwargs)
         return
     if not model.should_save_on_this_rank(is_main_process):
+        _make_directory(save_directory)  # as transformers does
         return
     if layout is not None:
         # One file: what the layout makes of the tensors is spread over files afterwards.
@@ -139,7 +141,7 @@ def stream_save(
     try:
         with pushed(model, save_directory, token=token, **kwargs) if push_to_hub else nullcontext():
             with asking(None), no_bars(), collector_paused(), little_work_per_key():
-                with recording(lazy=not quantized) as record:
+                with logged_as(staging.path, save_directory), recording(lazy=not quantized) as record:
                     save(model, staging.path, state_dict=state_dict, **options)
                 files, tensors = _files(record, model, layout, request.strict, max_shard_size, variant)
             write_files(staging, files, tensors, buffer_size=request.buffer_size, progress=request.progress)
@@ -148,6 +150,14 @@ def stream_save(
 
 
 streamed_saves = Shared(lambda: hooked("save_pretrained", stream_save))
+
+
+def _make_directory(directory: str | os.PathLike[str]) -> None:
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        fact = f"cannot be made: {error.strerror}; save elsewhere, or remedy that"
+        raise because_of(error, f"'{os.fspath(directory)}' {fact}", WriteError) from error
 
 
 def _files(

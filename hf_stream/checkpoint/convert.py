@@ -12,7 +12,7 @@ import torch
 
 from hf_stream.checkpoint.archives import close_archives, plan_archives
 from hf_stream.checkpoint.carried import carry, find_carried, left_behind
-from hf_stream.checkpoint.casting import check_dtype
+from hf_stream.checkpoint.casting import cast_target
 from hf_stream.checkpoint.conversion import Conversion, Outcome
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, DEFAULT_PATTERN, CheckpointFiles, ShardFile
 from hf_stream.checkpoint.mapping import (
@@ -64,7 +64,7 @@ def plan_conversion(
     layout: AnyLayout | None = None,
     allow_patterns: str | Sequence[str] | None = None,
     ignore_patterns: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     format: FileFormat | None = None,
     nested: bool = False,
@@ -75,8 +75,7 @@ def plan_conversion(
     What each rule of the layout has found is in `matches`; a rule that has found nothing is no error yet.
     """
     file = None if destination is None else _single_file(given_path(destination))
-    if dtype is not None:
-        check_dtype(dtype)
+    dtype = None if dtype is None else cast_target(dtype)
     of_weights = [
         what
         for what, value in (
@@ -158,7 +157,7 @@ def convert(
     layout: AnyLayout | None = None,
     allow_patterns: str | Sequence[str] | None = None,
     ignore_patterns: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     format: FileFormat | None = None,
     nested: bool = False,
@@ -190,7 +189,7 @@ def convert(
         allow_patterns: Which of the source's tensors are taken, by name: one pattern or several, as `fnmatch` has them.
             None takes all.
         ignore_patterns: Which of these are left out. A pattern of either kind that matches nothing is an error.
-        dtype: What floating-point tensors become; None keeps them.
+        dtype: What floating-point tensors become, such as torch.bfloat16 or "bf16"; None keeps them.
         max_shard_size: Bytes, or a string such as "5GB".
         format: "safetensors", or "torchscript" for a TorchScript archive of each tensor, as SwiftTransformer loads
             them; `max_shard_size` means nothing there. None: what is natural for the layout, which is "torchscript"
@@ -218,6 +217,7 @@ def convert(
             changed meanwhile; nothing is kept then.
     """
     buffer_size = nbytes_of(buffer_size, "buffer_size")
+    given_path(destination)
     conversion = plan_conversion(
         source,
         destination,

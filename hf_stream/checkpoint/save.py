@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles, check_has_data
+from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
@@ -60,7 +61,7 @@ def save_checkpoint(
     """
     buffer_size = nbytes_of(buffer_size, "buffer_size")
     tensors = named_tensors(tensors, "save_checkpoint")
-    if fact := unwritten(directory):
+    if given_path(directory) and (fact := unwritten(directory)):
         raise CheckpointError(fact)
     files = CheckpointFiles.plan(tensors, max_shard_size=max_shard_size, metadata=metadata)
     write_files(Staging(directory, durable=durable), files, tensors, buffer_size=buffer_size, progress=progress)

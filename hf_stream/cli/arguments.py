@@ -15,16 +15,12 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_SHORT = {"fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
 
 def _floating_types() -> dict[str, torch.dtype]:
-    """Words for a floating-point type: safetensors' names, torch's names, and the usual short ones."""
-    from hf_stream.formats.dtypes import CAST_TARGETS, TORCH_DTYPES
+    """Words for a type that weights can be cast to."""
+    from hf_stream.formats.dtypes import BY_NAME, CAST_TARGETS
 
-    found = {name.lower(): dtype for name, dtype in TORCH_DTYPES.items() if dtype in CAST_TARGETS}
-    found |= {str(dtype).removeprefix("torch."): dtype for dtype in found.values()}
-    return found | {short: found[name] for short, name in _SHORT.items()}
+    return {name: dtype for name, dtype in BY_NAME.items() if dtype in CAST_TARGETS}
 
 
 class DtypeParam(click.ParamType["torch.dtype"]):

@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from hf_stream.checkpoint import AnyLayout, apply_layout, open_files
 from hf_stream.checkpoint.again import State, state_of, state_of_directory, until_unchanged
+from hf_stream.checkpoint.casting import cast_target
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import ArgumentTypeError, CheckpointError, LayoutError, LazyTensorError
@@ -109,6 +110,7 @@ def load_as_requested(
         # Transformers may read all of it before it loads the model.
         raise _conflict("a GGUF file")
     used = False
+    kwargs = with_dtypes(kwargs)
 
     def note() -> None:
         nonlocal used
@@ -122,6 +124,27 @@ def load_as_requested(
             "convert the checkpoint first, with hf_stream.convert"
         )
     return loaded
+
+
+def with_dtypes(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` in which dtypes that have short names here, such as "bf16", are dtypes.
+
+    Raises:
+        ArgumentError: A name is not known, or weights cannot be of that type.
+    """
+    known = dict(kwargs)
+    for argument in {"dtype", "torch_dtype"} & kwargs.keys():
+        value = kwargs[argument]
+        if isinstance(value, Mapping):
+            known[argument] = {part: _as_known(dtype) for part, dtype in value.items()}
+        else:
+            known[argument] = _as_known(value)
+    return known
+
+
+def _as_known(dtype: Any) -> Any:
+    # None, "auto" and what is no dtype at all is for transformers to judge.
+    return cast_target(dtype) if isinstance(dtype, torch.dtype | str) and dtype != "auto" else dtype
 
 
 def load_whole(

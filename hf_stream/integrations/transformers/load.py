@@ -28,6 +28,7 @@ from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import ArgumentTypeError, CheckpointError, LayoutError, LazyTensorError
 from hf_stream.formats.collector import collector_paused
+from hf_stream.formats.regular_files import opening
 from hf_stream.formats.shared import Shared
 from hf_stream.integrations.transformers.bin_files import bin_state, dtypes_read_here, is_bin_file
 from hf_stream.integrations.transformers.hooks import Request, asking, hooked
@@ -268,7 +269,8 @@ def _open(
             raise CheckpointError(f"'{name}' was replaced while it was being opened; load it again")
         return loaded
 
-    loaded = until_unchanged(attempt, lambda: state_of(files), name)
+    with opening(name):
+        loaded = until_unchanged(attempt, lambda: state_of(files), name)
     return {name: _lazy(tensor) for name, tensor in loaded.items()}
 
 

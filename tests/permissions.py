@@ -1,4 +1,4 @@
-"""Permissions that count for everybody: the superuser may read and write what nobody else may, unless it gives that up."""
+"""Permissions that count for everybody: the superuser may do with files what others may not unless it gives that up."""
 
 from __future__ import annotations
 

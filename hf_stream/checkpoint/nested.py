@@ -102,6 +102,8 @@ def save_nested(
         raise CheckpointError(
             f"'{target}' is to be one file, whatever its size; pass a directory, or no max_shard_size"
         )
+    if max_shard_size is None:
+        max_shard_size = DEFAULT_MAX_SHARD_SIZE
     with collector_paused():
         writer = LeafWriter()
         tree = encode_structure(state, writer)
@@ -109,7 +111,7 @@ def save_nested(
         metadata = structure_metadata(tree, tensors)
         files = CheckpointFiles.plan(
             tensors,
-            max_shard_size=_NO_LIMIT if single else max_shard_size or DEFAULT_MAX_SHARD_SIZE,
+            max_shard_size=_NO_LIMIT if single else max_shard_size,
             metadata=metadata,
             pattern=shard_pattern(target.name if single else STATE_FILE),
         )

@@ -1,4 +1,4 @@
-"""Where plain code raises, hf_stream raises what the same `except` catches: each line of the table in docs/errors.md."""
+"""Where plain code raises, hf_stream raises what the same `except` catches: each line of the table in docs/errors."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from hf_stream.integrations.trainer.settings import Settings
 from hf_stream.integrations.trainer.weights import layout_to_file, who_saves
 from hf_stream.layouts.composable import TwoWay, is_two_way
 from hf_stream.lazy.given import kind
+from hf_stream.storage.durability import is_durable
 from hf_stream.utils.sizes import nbytes_of
 
 # As accelerate calls them.
@@ -68,7 +69,9 @@ class StreamingCheckpointCallback(TrainerCallback):
                     f"layout= must have an inverse, which resuming needs, got {kind(layout)}; pass a Layout"
                 )
             layout.inverse  # noqa: B018, says what cannot be inverted
-        nbytes_of(max_shard_size, "max_shard_size")  # not only when the first checkpoint is saved
+        # Not only when the first checkpoint is saved.
+        nbytes_of(max_shard_size, "max_shard_size")
+        is_durable(durable)
         self.settings = Settings(layout, max_shard_size, durable, nbytes_of(buffer_size, "buffer_size"), progress)
         hook_for(self)
 

@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file
 
 import hf_stream
-from hf_stream.formats.shards import parse_size
 from hf_stream.lazy import LazyTensor
+from hf_stream.utils.sizes import parse_size
 
 ARCHITECTURES = ["llama", "qwen3_moe", "gpt2", "opt", "t5", "phi3", "mixtral"]
 SHARD = "12KB"

@@ -26,8 +26,11 @@ def no_such_name(name: object, names: Iterable[str], what: str) -> str:
     if not isinstance(name, str):
         example = f", such as '{names[0]}'" if names else ""
         return f"{name!r:.100} is no name: {what} is indexed by the names of its tensors{example}"
-    meant = ", ".join(f"'{near}'" for near in nearest(name, names))
-    hint = f"the nearest are {meant}" if meant else "none of its names is like it" + _examples(names)
+    close = nearest(name, names)
+    listed = ", ".join(f"'{near}'" for near in close)
+    hint = (
+        f"the nearest {'are' if len(close) > 1 else 'is'} {listed}" if close else "none is like it" + _examples(names)
+    )
     return f"{what} has no tensor '{name}'; {hint}"
 
 

@@ -262,7 +262,7 @@ def test_a_name_that_is_not_there_says_which_are_like_it() -> None:
         TensorNameError, match=r"'dir' has no tensor 'layer.2.weight'; the nearest are 'layers.2.weight'"
     ):
         checkpoint["layer.2.weight"]
-    with pytest.raises(TensorNameError, match=r"none of its names is like it .'embed.weight', "):
+    with pytest.raises(TensorNameError, match=r"none is like it .'embed.weight', "):
         checkpoint.facts("x")
     for index in (0, slice(0, 2), None):
         with pytest.raises(

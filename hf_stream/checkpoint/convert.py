@@ -107,7 +107,9 @@ def plan_conversion(
         checkpoint = open_checkpoint(source, key=key, prefer_safetensors=False)
     with collector_paused():
         names = select_names(checkpoint, allow_patterns, ignore_patterns, where=checkpoint.path)
-        tensors, matches = map_tensors(layout, {name: checkpoint[name] for name in names})
+        # A checkpoint says which names are like one that it has not.
+        selected = checkpoint if names is checkpoint else {name: checkpoint[name] for name in names}
+        tensors, matches = map_tensors(layout, selected)
         if dtype is not None:
             tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         if format == TORCHSCRIPT:

@@ -259,7 +259,7 @@ def test_modules_and_state_dicts_are_compared_on_either_side() -> None:
 def test_a_name_that_is_not_there_says_which_are_like_it() -> None:
     checkpoint = open_checkpoint("dir")
     with pytest.raises(
-        TensorNameError, match=r"'dir' has no tensor 'layer.2.weight'; the nearest are 'layers.2.weight'"
+        TensorNameError, match=r"'dir' has no tensor 'layer.2.weight'; the nearest is 'layers.2.weight'"
     ):
         checkpoint["layer.2.weight"]
     with pytest.raises(TensorNameError, match=r"none is like it .'embed.weight', "):

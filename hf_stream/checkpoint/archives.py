@@ -13,7 +13,7 @@ from typing import Final
 from hf_stream.checkpoint.files import DEFAULT_PATTERN, CheckpointFiles, ShardFile, TensorLike, family
 from hf_stream.checkpoint.torch_file import TorchFile
 from hf_stream.checkpoint.weight_files import TensorFacts, facts_of
-from hf_stream.errors import CheckpointError, FormatError
+from hf_stream.errors import FormatError, MissingError
 from hf_stream.formats import SAFE_WEIGHTS_INDEX, Header
 from hf_stream.formats.archive_names import FAMILY, archive_attribute, archive_name, missing_partition
 from hf_stream.formats.torch_pickle import TensorRecord
@@ -56,12 +56,12 @@ def find_archives(directory: Path, names: Iterable[str]) -> dict[str, Path]:
     """Those of a directory's files that hold one tensor each, to judge by their names.
 
     Raises:
-        CheckpointError: A partition is missing.
+        MissingError: A partition is missing.
     """
     files = [name for name in names if archive_attribute(name) is not None]
     if lost := missing_partition(files):
         name, number, count = lost
-        raise CheckpointError(
+        raise MissingError(
             f"'{directory}' has {count} partitions of each tensor, but of '{name}' number {number} is missing; "
             "get all files again, the checkpoint is not whole"
         )

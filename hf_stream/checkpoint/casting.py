@@ -12,8 +12,8 @@ from hf_stream.checkpoint.carried import read_config
 from hf_stream.checkpoint.mapping import AnyLayout, config_after
 from hf_stream.checkpoint.open import Checkpoint
 from hf_stream.checkpoint.quantized import check_castable
-from hf_stream.errors import CheckpointError
-from hf_stream.formats.dtypes import CAST_TARGETS
+from hf_stream.errors import ArgumentError
+from hf_stream.formats.dtypes import CAST_TARGETS, as_dtype
 from hf_stream.lazy import reads
 from hf_stream.storage.base import Storage
 
@@ -30,19 +30,20 @@ def ask_for_dtypes(model: OwnDtypes) -> None:
     _models.append(model)
 
 
-def check_dtype(dtype: object) -> None:
-    """Refuse what weights cannot be cast to.
+def cast_target(dtype: torch.dtype | str) -> torch.dtype:
+    """What weights are cast to, by the type or its name; refuses what they cannot be cast to.
 
     Raises:
-        CheckpointError: It is no dtype, or none that holds weights: 300 as int8 is 44.
+        ArgumentError: It holds no weights: 300 as int8 is 44. Or it is a name that is not known.
+        ArgumentTypeError: It is neither a dtype nor a name.
     """
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"dtype= is {dtype!r} and no dtype; pass one of torch's, such as torch.bfloat16")
+    dtype = as_dtype(dtype)
     if dtype not in CAST_TARGETS:
-        raise CheckpointError(
+        raise ArgumentError(
             f"dtype= is {dtype}, and weights cast to that would be lost; pass a floating-point type, such as "
             "torch.bfloat16 (to quantize a model, load it with a quantization_config of transformers, and save it)"
         )
+    return dtype
 
 
 def cast(tensors: Tensors, dtype: torch.dtype, source: Checkpoint, layout: AnyLayout | None) -> dict[str, torch.Tensor]:

@@ -51,8 +51,8 @@ def open_repository(path: Path, key: Key | None = None) -> Checkpoint:
 
 def apart(tensors: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     """The tensors of a repository's own directory, which a layout is for, and those of its other components."""
-    if not isinstance(tensors, Checkpoint):
-        return tensors, {}
+    if not isinstance(tensors, Checkpoint) or not any(map(tensors.folder_of, tensors)):
+        return tensors, {}  # a checkpoint itself says which names are like one that it has not
     own: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():

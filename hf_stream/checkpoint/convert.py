@@ -12,7 +12,7 @@ import torch
 
 from hf_stream.checkpoint.archives import close_archives, plan_archives
 from hf_stream.checkpoint.carried import carry, find_carried, left_behind
-from hf_stream.checkpoint.casting import cast, check_dtype
+from hf_stream.checkpoint.casting import cast, cast_target
 from hf_stream.checkpoint.components import check_components, files_together, in_folder, joined, open_components
 from hf_stream.checkpoint.conversion import Conversion, Outcome
 from hf_stream.checkpoint.files import (
@@ -46,12 +46,13 @@ from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.region import Region
 from hf_stream.errors import CheckpointError
 from hf_stream.formats.collector import collector_paused
+from hf_stream.formats.foreign import unwritten
 from hf_stream.lazy import write_into
 from hf_stream.storage.durability import drop_pages, flush
+from hf_stream.utils.sizes import nbytes_of
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = ".json"
-_PICKLED = frozenset({".pt", ".pth", ".bin"})
 
 _LISTED = 5
 # What files of one tensor each are written in: enough for all threads, and little to do again after a crash.
@@ -68,7 +69,7 @@ def plan_conversion(
     layout: AnyLayout | None = None,
     allow_patterns: str | Sequence[str] | None = None,
     ignore_patterns: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     format: FileFormat | None = None,
     nested: bool = False,
@@ -79,8 +80,7 @@ def plan_conversion(
     What each rule of the layout has found is in `matches`; a rule that has found nothing is no error yet.
     """
     file = None if destination is None else _single_file(given_path(destination))
-    if dtype is not None:
-        check_dtype(dtype)
+    dtype = None if dtype is None else cast_target(dtype)
     of_weights = [
         what
         for what, value in (
@@ -94,11 +94,8 @@ def plan_conversion(
         if value is not None
     ]
     format = _file_format(format, layout, destination if file else None)
-    if format == SAFETENSORS and _looks_pickled(destination):
-        raise CheckpointError(
-            f"'{destination}' looks like a file of torch.save, which is not written; "
-            f"name a file that ends in {_SUFFIX}, or a directory, with a slash at its end if that is its name"
-        )
+    if format == SAFETENSORS and destination is not None and (fact := unwritten(destination)):
+        raise CheckpointError(fact)
     if nested and of_weights:
         raise CheckpointError(
             f"'{of_weights[0]}' is for named tensors, 'nested' for all that a file holds: choose one of them"
@@ -121,12 +118,16 @@ def plan_conversion(
             parts = {"": open_checkpoint(source, key=key, prefer_safetensors=False)}
     with collector_paused():
         checkpoint = joined(parts)
-        selected = set(select_names(checkpoint, allow_patterns, ignore_patterns, where=checkpoint.path))
+        names = select_names(checkpoint, allow_patterns, ignore_patterns, where=checkpoint.path)
+        selected = set(names)
         tensors: dict[str, torch.Tensor] = {}
         planned: dict[str, CheckpointFiles] = {}
         matches = Matches()
         for folder, part in parts.items():
-            own: dict[str, torch.Tensor] = {name: part[name] for name in part if inside(folder, name) in selected}
+            # A checkpoint itself says which names are like one that it has not.
+            own: Mapping[str, torch.Tensor] = part
+            if names is not checkpoint:
+                own = {name: part[name] for name in part if inside(folder, name) in selected}
             own_layout = None if folder else layout
             if own_layout is not None:
                 own, matches = map_tensors(own_layout, own)
@@ -157,7 +158,7 @@ def convert(
     layout: AnyLayout | None = None,
     allow_patterns: str | Sequence[str] | None = None,
     ignore_patterns: str | Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     format: FileFormat | None = None,
     nested: bool = False,
@@ -166,7 +167,7 @@ def convert(
     resume: bool = True,
     verify: bool = False,
     durable: bool | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Path:
@@ -194,9 +195,9 @@ def convert(
         allow_patterns: Which of the source's tensors are taken, by name: one pattern or several, as `fnmatch` has them.
             None takes all.
         ignore_patterns: Which of these are left out. A pattern of either kind that matches nothing is an error.
-        dtype: What floating-point tensors become; None keeps them. Where a config.json beside the source names a model
-            of transformers, tensors that this keeps in another dtype (float32, as a rule) are kept in that. A quantized
-            checkpoint is refused, unless the layout dequantizes it.
+        dtype: What floating-point tensors become, such as torch.bfloat16 or "bf16"; None keeps them. Where a
+            config.json beside the source names a model of transformers, tensors that this keeps in another dtype
+            (float32, as a rule) are kept in that. A quantized checkpoint is refused, unless the layout dequantizes it.
         max_shard_size: Bytes, or a string such as "5GB".
         format: "safetensors", or "torchscript" for a TorchScript archive of each tensor, as SwiftTransformer loads
             them; `max_shard_size` means nothing there. None: what is natural for the layout, which is "torchscript"
@@ -210,7 +211,7 @@ def convert(
             the destination appears.
         durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
             the environment has HF_STREAM_DURABLE=0.
-        buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        buffer_size: Bytes in flight, at most, also as "64MB"; the inputs of one deferred operation come on top.
         threads: Threads that move bytes; by default one for each core, and at most four.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
@@ -223,6 +224,8 @@ def convert(
         CopyError: Reading or writing failed; finished shards are kept for the next run if `resume`. Or the source was
             changed meanwhile; nothing is kept then.
     """
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
+    given_path(destination)
     conversion = plan_conversion(
         source,
         destination,
@@ -258,11 +261,12 @@ def run_conversion(
     resume: bool = True,
     verify: bool = False,
     durable: bool | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Outcome:
     """Do what was planned for this destination; arguments and errors as in `convert`."""
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
     conversion.check_destination(destination)
     directory, file = conversion.directory_of(destination), conversion.file
     conversion.matches.report(strict=strict)
@@ -325,11 +329,6 @@ def _file_format(
             )
         return SAFETENSORS
     return wanted or file_format_of(layout)
-
-
-def _looks_pickled(destination: str | os.PathLike[str] | None) -> bool:
-    path = os.fspath(destination or "")
-    return Path(path).suffix in _PICKLED and not path.endswith(os.sep) and not os.path.isdir(path)
 
 
 def _single_file(path: Path) -> str | None:

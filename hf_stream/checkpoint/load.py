@@ -12,8 +12,10 @@ from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.copying.region import Region
-from hf_stream.errors import CheckpointError
-from hf_stream.lazy import LazyTensor, dressed, write_into
+from hf_stream.errors import ArgumentTypeError, MisfitError
+from hf_stream.lazy import LazyTensor, dressed, named_tensors, write_into
+from hf_stream.lazy.given import kind
+from hf_stream.utils.sizes import nbytes_of
 
 _LISTED = 5
 
@@ -24,7 +26,7 @@ def load_into(
     *,
     layout: AnyLayout | None = None,
     strict: bool = True,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> _IncompatibleKeys:
     """Stream tensors into a module's parameters and persistent buffers.
@@ -40,17 +42,20 @@ def load_into(
         tensors: Name -> lazy or real tensor, of the module's names, or of those that the layout makes these of.
         layout: Applied to the tensors first.
         strict: Whether missing and unexpected names are errors, and rules of the layout that find nothing.
-        buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        buffer_size: Bytes in flight, at most, also as "64MB"; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Returns:
         `missing_keys` and `unexpected_keys`, as `Module.load_state_dict` does.
 
     Raises:
-        CheckpointError, LayoutError: Names or shapes do not fit; nothing has been changed then.
+        MisfitError, LayoutError: Names or shapes do not fit; nothing has been changed then.
         CopyError: Reading failed; the module may be filled in part.
     """
-    tensors = apply_layout(layout, tensors, strict=strict)
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
+    if not isinstance(module, nn.Module):
+        raise ArgumentTypeError(f"load_into fills a module, which comes first, got {kind(module)}")
+    tensors = apply_layout(layout, named_tensors(tensors, "load_into"), strict=strict)
     targets = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     names_of: dict[Hashable, list[str]] = {}
     for name, target in targets.items():
@@ -105,7 +110,7 @@ def _check_fit(
     misfits += [f"'{name}' is not in the module" for name in unexpected]
     if misfits:
         more = f" and {len(misfits) - _LISTED} more" if len(misfits) > _LISTED else ""
-        raise CheckpointError(
+        raise MisfitError(
             f"{len(misfits)} tensors do not fit {type(module).__name__}: {'; '.join(misfits[:_LISTED])}{more}. "
             "Use a layout that maps them, or strict=False for names that may be left over"
         )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
+from torch import nn
 
 from hf_stream.checkpoint.matches import Matches
 from hf_stream.checkpoint.quantized import check_whole
-from hf_stream.errors import LayoutError
+from hf_stream.errors import ArgumentTypeError, LayoutError
+from hf_stream.lazy.given import kind
 
 FileFormat: TypeAlias = Literal["safetensors", "torchscript"]
 SAFETENSORS: Final = "safetensors"
@@ -29,6 +32,7 @@ def apply_layout(
         strict: Whether a rule that finds nothing is an error, and not a warning.
 
     Raises:
+        ArgumentTypeError: It is no layout.
         LayoutError: The layout does not fit, gives something else than named tensors, or parts quantized weights from
             their scales.
     """
@@ -46,20 +50,49 @@ def map_tensors(
     """
     if layout is None:
         return dict(tensors), Matches()
-    if not callable(layout):
-        raise LayoutError(
-            f"layout= is a {type(layout).__name__} and cannot be called; pass a Layout, a function, "
-            "or what hf_stream.layouts.get gives for a name"
-        )
+    check_layout(layout)
     with_matches = getattr(layout, "with_matches", None)
+    result: Any
     result, matches = (layout(tensors), Matches()) if with_matches is None else with_matches(tensors)
     if not isinstance(result, Mapping):
-        raise LayoutError(f"a layout must return a mapping of names to tensors, got {type(result).__name__}")
+        remedy = "; it makes a layout when it is called: pass what it returns" if callable(result) else ""
+        raise LayoutError(f"a layout must return a mapping of names to tensors, got {kind(result)}{remedy}")
     for name, tensor in result.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise LayoutError(f"a layout must return names and tensors, got {name!r}: {type(tensor).__name__}")
     check_whole(tensors, result)
     return dict(result), matches
+
+
+def check_layout(layout: object) -> None:
+    """Refuse what cannot be a layout, because it cannot be called with named tensors.
+
+    Raises:
+        ArgumentTypeError: It is something else; says what to pass.
+    """
+    if layout is None:
+        return
+    if isinstance(layout, str):
+        remedy = f"pass hf_stream.layouts.get('{layout}', config), or a Layout"
+    elif isinstance(layout, Sequence) or hasattr(layout, "moves"):
+        remedy = "put rules into a Layout: Layout([...])"
+    elif not callable(layout) or isinstance(layout, nn.Module):
+        remedy = "pass a Layout, or a function of named tensors"
+    elif not _takes_one(layout):
+        remedy = "it cannot be called with named tensors alone; if it makes a layout, pass what it returns"
+    else:
+        return
+    raise ArgumentTypeError(f"layout= is {kind(layout)}; {remedy}")
+
+
+def _takes_one(function: Callable[..., object]) -> bool:
+    try:
+        inspect.signature(function).bind({})
+    except TypeError:
+        return False
+    except ValueError:  # a builtin without a signature
+        return True
+    return True
 
 
 def config_after(layout: AnyLayout | None, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -36,9 +36,12 @@ from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import CheckpointError, FormatError
 from hf_stream.formats.collector import collector_paused
+from hf_stream.formats.foreign import unwritten
 from hf_stream.formats.nested import decode_structure, encode_structure
+from hf_stream.formats.regular_files import opening
 from hf_stream.formats.shards import shard_pattern
 from hf_stream.lazy import materialize, write_into
+from hf_stream.utils.sizes import nbytes_of
 
 _SUFFIX: Final = ".safetensors"
 _INDEX: Final = STATE_FILE + ".index.json"
@@ -52,7 +55,7 @@ def save_nested(
     *,
     max_shard_size: int | str | None = None,
     durable: bool | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Path:
     """Save a nested state without pickle, straight from where its tensors are.
@@ -73,7 +76,7 @@ def save_nested(
         max_shard_size: For directories: bytes, or a string such as "2GB"; 5 GB by default.
         durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
             the environment has HF_STREAM_DURABLE=0.
-        buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        buffer_size: Bytes in flight, at most, also as "64MB"; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Returns:
@@ -90,12 +93,17 @@ def save_nested(
     >>> hf_stream.load_nested(path)
     {'state': {0: {'exp_avg': tensor([1., 1.])}}, 'betas': (0.9, 0.999)}
     """
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
     target = given_path(path)
     single = target.suffix == _SUFFIX
+    if fact := unwritten(path):
+        raise CheckpointError(fact)
     if single and max_shard_size is not None:
         raise CheckpointError(
             f"'{target}' is to be one file, whatever its size; pass a directory, or no max_shard_size"
         )
+    if max_shard_size is None:
+        max_shard_size = DEFAULT_MAX_SHARD_SIZE
     with collector_paused():
         writer = LeafWriter()
         tree = encode_structure(state, writer)
@@ -103,7 +111,7 @@ def save_nested(
         metadata = structure_metadata(tree, tensors)
         files = CheckpointFiles.plan(
             tensors,
-            max_shard_size=_NO_LIMIT if single else max_shard_size or DEFAULT_MAX_SHARD_SIZE,
+            max_shard_size=_NO_LIMIT if single else max_shard_size,
             metadata=metadata,
             pattern=shard_pattern(target.name if single else STATE_FILE),
         )
@@ -141,7 +149,8 @@ def open_nested(path: str | os.PathLike[str], *, prefer_safetensors: bool = True
         FormatError: A header, an index, a structure or a pickle is not what its format says, or holds what is no data.
         CheckpointError: There is nothing to open, it is not whole, or it is no nested state.
     """
-    source, state = _find(given_path(path), prefer_safetensors, skip_unreadable)
+    with opening(path):
+        source, state = _find(given_path(path), prefer_safetensors, skip_unreadable)
     if state is not _OURS:
         return state
     checkpoint, tree = _open(source)
@@ -154,7 +163,7 @@ def load_nested(
     *,
     prefer_safetensors: bool = True,
     skip_unreadable: bool = False,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Any:
     """Load what `open_nested` opens, all tensors at once and in parallel.
@@ -164,7 +173,7 @@ def load_nested(
         device: Where to put the tensors; the CPU by default, wherever they were.
         prefer_safetensors: As for `open_nested`.
         skip_unreadable: As for `open_nested`.
-        buffer_size: Bytes in flight beyond the result, at most.
+        buffer_size: Bytes in flight beyond the result, at most, also as text such as "64MB".
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Returns:
@@ -176,7 +185,9 @@ def load_nested(
         CheckpointError: There is nothing to open, it is not whole, or it is no nested state.
         CopyError: Reading failed.
     """
-    source, state = _find(given_path(path), prefer_safetensors, skip_unreadable)
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
+    with opening(path):
+        source, state = _find(given_path(path), prefer_safetensors, skip_unreadable)
     if state is not _OURS:
         return load_state(state, device, buffer_size=buffer_size, progress=progress)
     checkpoint, tree = _open(source)

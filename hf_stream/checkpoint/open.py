@@ -7,11 +7,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, TypeVar, overload
 
 from hf_stream.checkpoint.again import State, state_of, state_of_directory, until_unchanged
 from hf_stream.checkpoint.archives import ArchiveFile, find_archives
 from hf_stream.checkpoint.beside import first_change, open_beside
 from hf_stream.checkpoint.manifests import checkpoint_folders, in_words
+from hf_stream.checkpoint.nearest import no_such_name, no_such_path
 from hf_stream.checkpoint.overview import overview
 from hf_stream.checkpoint.parts import find_parts, is_pattern, part_names
 from hf_stream.checkpoint.paths import given_path
@@ -20,13 +22,17 @@ from hf_stream.checkpoint.state_files import open_file, open_file_as_state
 from hf_stream.checkpoint.torch_state import Key
 from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX as _SUFFIX
 from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES, SafetensorsFile, TensorFacts, TorchStateFile, WeightFile
-from hf_stream.errors import CheckpointError
+from hf_stream.errors import CheckpointError, FileKindError, MissingError, TensorNameError
 from hf_stream.formats import Header, read_index
+from hf_stream.formats.foreign import unread
+from hf_stream.formats.regular_files import opening
 from hf_stream.formats.weight_names import KINDS, bin_stem, kind_of
 from hf_stream.lazy import LazyTensor
 from hf_stream.storage.file import FileStorage
 
 logger = logging.getLogger(__name__)
+
+Default = TypeVar("Default")
 
 # With or without a variant: model.safetensors.index.json, model.safetensors.index.fp16.json
 _INDEX = re.compile(r"[^.].*\.safetensors\.index(\..+)?\.json")
@@ -90,8 +96,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self._lazies: dict[str, LazyTensor] = {}
         for file, location in files.items():
             if not location.is_file():
-                fact = "is not a regular file" if location.exists() else "does not exist"
-                raise CheckpointError(f"'{location}' {fact}; pass weight files, or a directory that holds them")
+                there = location.exists()
+                kind, fact = (FileKindError, "is not a regular file") if there else (MissingError, "does not exist")
+                raise kind(f"'{location}' {fact}; pass weight files, or a directory that holds them")
             if opened and file in opened:
                 self.files[file] = opened[file]
             elif archives:
@@ -151,11 +158,31 @@ class Checkpoint(Mapping[str, LazyTensor]):
                 )
 
     def __getitem__(self, name: str) -> LazyTensor:
+        """The tensor, not loaded.
+
+        Raises:
+            TensorNameError: There is none of that name (a `KeyError`); says which are like it.
+        """
+        file, inner = self._place(name)
         lazy = self._lazies.get(name)
         if lazy is None:
-            file, inner = self._places[name]
             lazy = self._lazies.setdefault(name, self.files[file].lazy(inner))
         return lazy
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """The file of a tensor, and its name there."""
+        place = self._places.get(name) if isinstance(name, str) else None
+        if place is None:
+            raise TensorNameError(no_such_name(name, self._places, f"'{self.path}'"))
+        return place
+
+    @overload
+    def get(self, name: str, default: None = None, /) -> LazyTensor | None: ...
+    @overload
+    def get(self, name: str, default: Default, /) -> LazyTensor | Default: ...
+    def get(self, name: str, default: Any = None, /) -> Any:
+        """The tensor, not loaded, or the default if there is none of that name."""
+        return self[name] if name in self._places else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -179,7 +206,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def file_of(self, name: str) -> str:
         """The name of the file that holds the tensor."""
-        return self._places[name][0]
+        return self._place(name)[0]
 
     def folder_of(self, name: str) -> str:
         """The folder that the tensor is named after, "" if it is not."""
@@ -187,7 +214,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def facts(self, name: str) -> TensorFacts:
         """Type, shape and size of a tensor, also of one that torch has no type for."""
-        file, inner = self._places[name]
+        file, inner = self._place(name)
         return self.files[file].facts(inner)
 
     @property
@@ -237,12 +264,8 @@ def open_checkpoint(
             has, two files hold one name, the key is missing or wrong, or the files are being replaced.
     """
     path = given_path(source)
-    try:
+    with opening(path):
         return until_unchanged(lambda: _open(path, key, verify, prefer_safetensors), lambda: _state(path), path)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"'{os.fspath(source)}': '{error.filename}' went away while it was being opened; open it again"
-        ) from error
 
 
 def _state(path: Path) -> State:
@@ -260,12 +283,14 @@ def _open(path: Path, key: Key | None, verify: bool, prefer_safetensors: bool) -
     if not path.exists():
         if is_pattern(str(path)):
             return _open_parts(path, key, verify)
-        raise CheckpointError(f"'{path}' does not exist; pass a directory, a weight file, an index file or a pattern")
+        raise MissingError(no_such_path(path))
     if _INDEX.fullmatch(path.name) or _BIN_INDEX.fullmatch(path.name):
         check_settled(path.parent)
         return _open_index(path, path, key, verify)
     if path.suffix == _SUFFIX or path.suffix in TORCH_SUFFIXES:
         return Checkpoint(path, {path.name: path}, key=key, verify=verify)
+    if fact := unread(path):
+        raise CheckpointError(fact)
     raise CheckpointError(
         f"'{path}' is neither a directory nor a weight file ({', '.join((_SUFFIX, *TORCH_SUFFIXES))}) nor an index; "
         "pass one of these, or convert it first"
@@ -330,7 +355,8 @@ def _open_directory(path: Path, key: Key | None, verify: bool) -> Checkpoint:
             f"'{path / folders[0]}'"
         )
     if not files:
-        raise CheckpointError(
+        error = FileKindError if path.suffix in (_SUFFIX, *TORCH_SUFFIXES) else MissingError
+        raise error(
             f"'{path}' holds no {_SUFFIX} file, no {_BIN_WEIGHTS} and no index; pass the directory of a checkpoint, or "
             "the path of a file"
         )
@@ -346,7 +372,7 @@ def _open_index(path: Path, index: Path, key: Key | None, verify: bool) -> Check
     if missing:
         _check_same(index, before)
         listed = ", ".join(f"'{file}'" for file in missing[:5])
-        raise CheckpointError(
+        raise MissingError(
             f"'{index}' names {len(files)} files, {len(missing)} of them are missing: {listed}; "
             "download or copy them, the checkpoint is not whole"
         )
@@ -387,7 +413,7 @@ def _check_family(path: Path, files: list[str]) -> None:
     for (stem, count), numbers in found.items():
         if len(numbers) < count:
             lost = next(number for number in range(1, count + 1) if number not in numbers)
-            raise CheckpointError(
+            raise MissingError(
                 f"'{path}' has {len(numbers)} of the {count} shards of '{stem}', number {lost} is missing; "
                 "download or copy it, the checkpoint is not whole"
             )

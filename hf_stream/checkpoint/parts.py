@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from hf_stream.errors import CheckpointError
+from hf_stream.errors import MissingError
 
 
 def is_pattern(path: str) -> bool:
@@ -20,11 +20,11 @@ def find_parts(pattern: str) -> list[str]:
     """The files that a pattern finds, ordered by all the numbers in their whole paths: part 10 comes after part 9.
 
     Raises:
-        CheckpointError: There is none.
+        MissingError: There is none.
     """
     parts = [path for path in glob.glob(pattern) if os.path.isfile(path)]
     if not parts:
-        raise CheckpointError(f"'{pattern}' finds no file; quote it for the shell, and check the directory")
+        raise MissingError(f"'{pattern}' finds no file; quote it for the shell, and check the directory")
     return sorted(parts, key=lambda path: ([int(number) for number in re.findall(r"\d+", path)], path))
 
 

@@ -13,7 +13,7 @@ from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.replacement import Stage, show, stage_of
 from hf_stream.checkpoint.staging import FILES, GROWING, Staging
 from hf_stream.checkpoint.work import LOCK, WORK_SUFFIX, WorkDirectory, refusal, remove_tree, work_beside, work_path
-from hf_stream.errors import CheckpointError
+from hf_stream.errors import CheckpointError, HfStreamError
 from hf_stream.storage.durability import boot_id
 
 _UNFINISHED = (Stage.UNDER_WAY, Stage.UNKNOWN)
@@ -98,6 +98,8 @@ def clean(directory: str | os.PathLike[str], *, force: bool = False) -> list[Pat
         raise CheckpointError(f"'{directory}' is no directory and there is none to hold it; pass that of a checkpoint")
     try:
         return _clean(place, force)
+    except HfStreamError:
+        raise
     except OSError as error:
         raise CheckpointError(
             f"'{directory}': {error.filename or 'what is left there'} cannot be removed: {error.strerror}; remedy that"

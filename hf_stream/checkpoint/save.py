@@ -9,12 +9,16 @@ from pathlib import Path
 import torch
 
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles, check_has_data
+from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.copying.region import Region
-from hf_stream.lazy import write_into
+from hf_stream.errors import CheckpointError
+from hf_stream.formats.foreign import unwritten
+from hf_stream.lazy import named_tensors, write_into
 from hf_stream.storage.file import FileStorage
+from hf_stream.utils.sizes import nbytes_of
 
 
 def save_checkpoint(
@@ -24,7 +28,7 @@ def save_checkpoint(
     max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
     metadata: Mapping[str, str] | None = None,
     durable: bool | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Path:
     """Save tensors, lazy or real, as a safetensors checkpoint, with an index when there are several shards.
@@ -43,7 +47,7 @@ def save_checkpoint(
         metadata: Text entries for each file's header; `format: pt` is added.
         durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
             the environment has HF_STREAM_DURABLE=0.
-        buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        buffer_size: Bytes in flight, at most, also as "64MB"; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Returns:
@@ -55,6 +59,10 @@ def save_checkpoint(
             data (meta).
         CopyError: Reading or writing failed. The destination is as it was.
     """
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
+    tensors = named_tensors(tensors, "save_checkpoint")
+    if given_path(directory) and (fact := unwritten(directory)):
+        raise CheckpointError(fact)
     files = CheckpointFiles.plan(tensors, max_shard_size=max_shard_size, metadata=metadata)
     write_files(Staging(directory, durable=durable), files, tensors, buffer_size=buffer_size, progress=progress)
     return Path(directory)

@@ -26,7 +26,7 @@ from hf_stream.checkpoint.journal import JOURNAL, JOURNAL_FILES, Journal, Replac
 from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.replacement import Stage, is_one_step, keep_changed, plan_replacement, replace, show, stage_of
 from hf_stream.checkpoint.work import WorkDirectory, remove_tree, work_beside, work_path
-from hf_stream.errors import CheckpointError, CopyError
+from hf_stream.errors import CheckpointError, CopyError, FileKindError, HfStreamError, WriteError, because_of
 from hf_stream.storage.durability import Writeback, boot_id, flush, flush_tree, is_durable
 from hf_stream.storage.file import FileStorage, copy_file
 
@@ -83,6 +83,8 @@ class Staging:
             raise CheckpointError(
                 f"'{directory}': another process is saving to it; wait for it, or save elsewhere"
             ) from None
+        except HfStreamError:
+            raise
         except OSError as error:
             raise _unusable(directory, error) from error
         self._replaces = self._work.path.parent == self.directory
@@ -91,11 +93,10 @@ class Staging:
         self.path = self._work.path / FILES
         try:
             self._take_up()
-        except OSError as error:
+        except BaseException as error:
             self._work.close(remove=not self._leftovers)
-            raise _unusable(directory, error) from error
-        except BaseException:
-            self._work.close(remove=not self._leftovers)
+            if isinstance(error, OSError) and not isinstance(error, HfStreamError):
+                raise _unusable(directory, error) from error
             raise
 
     def keep(self, names: Collection[str]) -> None:
@@ -121,10 +122,8 @@ class Staging:
             place.parent.mkdir(parents=True, exist_ok=True)
             storage = FileStorage.create(place, nbytes)
         except OSError as error:
-            raise CheckpointError(
-                f"'{self.directory / name}': cannot reserve {nbytes} bytes: {error.strerror}; "
-                "make room, or save elsewhere"
-            ) from error
+            fact = f"cannot reserve {nbytes} bytes: {error.strerror}; make room, or save elsewhere"
+            raise because_of(error, f"'{self.directory / name}': {fact}", WriteError) from error
         if self._durable:
             self._writeback.add(place)
         return storage
@@ -212,7 +211,7 @@ class Staging:
                 self._note_replaced(steps)
                 if self._durable:
                     self._flush_published(lambda: folder.flush((*steps.old, *steps.new, *steps.hidden)))
-        except CopyError:
+        except HfStreamError:
             raise
         except OSError as error:
             if not self._replacing:
@@ -231,7 +230,7 @@ class Staging:
         except OSError as error:
             raise _with_errno(
                 f"'{self.directory}': the new checkpoint is in place, but may not outlive a loss of power: "
-                f"{error.strerror}; copy it elsewhere",
+                f"{error.strerror or error}; copy it elsewhere",
                 error,
             ) from error
 
@@ -289,7 +288,7 @@ class Staging:
 
     def _claim(self, file: str | None) -> WorkDirectory:
         if self.directory.exists() and not self.directory.is_dir():
-            raise CheckpointError(f"'{self.directory}' is a file; pass a directory to save into")
+            raise FileKindError(f"'{self.directory}' is a file; pass a directory to save into")
         while True:
             path = work_path(self.directory, file)
             work = WorkDirectory(path)
@@ -396,7 +395,8 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _unusable(where: str | os.PathLike[str], error: OSError) -> CheckpointError:
-    return CheckpointError(f"'{os.fspath(where)}': cannot be written: {error.strerror}; save elsewhere, or remedy that")
+    fact = f"cannot be written: {error.strerror}; save elsewhere, or remedy that"
+    return because_of(error, f"'{os.fspath(where)}': {fact}", WriteError)
 
 
 def _with_errno(message: str, error: OSError) -> CopyError:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from hf_stream.checkpoint.torch_legacy import read_legacy
-from hf_stream.errors import FormatError
+from hf_stream.errors import ArchiveError, PickleError
 from hf_stream.formats.budget import MIN_TAKEN, RATE, Budget
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.nested_paths import Keys, path_of
@@ -118,7 +118,7 @@ class TorchFile:
         folder, slash, _ = next(iter(records), "").partition("/")
         found = {name[len(folder) + 1 :]: record for name, record in records.items() if name.startswith(folder + "/")}
         if not slash or "data.pkl" not in found:
-            raise FormatError(f"'{self.name}' is a zip archive without 'data.pkl': torch.save did not write it")
+            raise ArchiveError(f"'{self.name}' is a zip archive without 'data.pkl': torch.save did not write it")
         self._check_marks(found)
         if verify:
             self._verify(records.values())
@@ -132,21 +132,21 @@ class TorchFile:
             state, stop = reader.read(data, name)
             storages = reader.storages
             if stop != len(data):
-                raise FormatError(f"'{name}' has {len(data) - stop} bytes after its end. Get the file again.")
+                raise PickleError(f"'{name}' has {len(data) - stop} bytes after its end. Get the file again.")
         self._find_places(storages.values(), found)
         return state
 
     def _check_marks(self, found: Mapping[str, Record]) -> None:
         """Refuse what torch would read in another way, or not at all."""
         if "version" not in found and ".data/version" not in found:
-            raise FormatError(f"'{self.name}' has no record 'version': torch cannot read it either. Get it again.")
+            raise ArchiveError(f"'{self.name}' has no record 'version': torch cannot read it either. Get it again.")
         for mark, pattern in _MARKS.items():
             if mark not in found:
                 continue
             content = self._content(found[mark]) if found[mark].nbytes <= _MAX_MARK else None
             if content is None or not re.fullmatch(pattern, content):
                 said = f"has {found[mark].nbytes} bytes" if content is None else f"says {content!r:.40}"
-                raise FormatError(
+                raise ArchiveError(
                     f"'{self.name}': the record '{mark}' {said}, which is not known; "
                     "if the file is right, load it with torch and save it again"
                 )
@@ -154,9 +154,11 @@ class TorchFile:
     def _content(self, record: Record) -> bytes:
         """All of a small record, with its checksum compared."""
         if record.nbytes > _MAX_PICKLE:
-            raise FormatError(f"'{self.name}': record '{record.name}' of {record.nbytes} bytes is no pickle of tensors")
+            raise ArchiveError(
+                f"'{self.name}': record '{record.name}' of {record.nbytes} bytes is no pickle of tensors"
+            )
         if record.nbytes > max(_SMALL, _MAX_INFLATION * record.stored_nbytes):
-            raise FormatError(
+            raise ArchiveError(
                 f"'{self.name}': record '{record.name}' would grow from {record.stored_nbytes} to {record.nbytes} "
                 "bytes, as no pickle of tensors does; if the file is right, load it with torch and save it again"
             )
@@ -187,11 +189,11 @@ class TorchFile:
         for storage in storages:
             record = found.get(f"data/{storage.key}")
             if record is None:
-                raise FormatError(
+                raise ArchiveError(
                     f"'{self.name}' has no record 'data/{storage.key}', which its pickle names. Get it again."
                 )
             if record.nbytes != storage.nbytes:
-                raise FormatError(
+                raise ArchiveError(
                     f"'{self.name}': record '{record.name}' has {record.nbytes} bytes, but its storage "
                     f"{storage.nbytes}. The file is damaged: get it again."
                 )
@@ -227,7 +229,7 @@ class TorchFile:
             lazy.requires_grad_()
         for name, value in record.attributes.items():
             if hasattr(lazy, name) or name == "_is_param":
-                raise FormatError(f"'{self.name}': a tensor has the attribute '{name}', which is not one to set")
+                raise PickleError(f"'{self.name}': a tensor has the attribute '{name}', which is not one to set")
             setattr(lazy, name, self.with_lazies(value, "." + name))
         return lazy
 
@@ -245,7 +247,7 @@ class TorchFile:
             with collector_paused():
                 return self._converted(state, keys)
         except RecursionError:
-            raise FormatError(f"'{self.name}' nests deeper than can be followed") from None
+            raise PickleError(f"'{self.name}' nests deeper than can be followed") from None
 
     def check_taken(self, keys: Keys, record: TensorRecord) -> None:
         """Count the bytes of the tensor at `keys`, which is taken from the file, each time that it is.
@@ -259,7 +261,7 @@ class TorchFile:
         self._windows.add(window)
         limit = max(MIN_TAKEN, RATE * self.storage.nbytes)
         if self._taken > limit:
-            raise FormatError(
+            raise PickleError(
                 f"'{self.name}': with '{path_of(keys)}' of {record.dtype} and size {list(record.size)}, strides "
                 f"{list(record.stride)}, on a storage of {record.storage.nbytes} bytes, its tensors come to "
                 f"{int(self._taken)} bytes, and the limit for a file of {self.storage.nbytes} bytes is {limit}. If the "
@@ -273,7 +275,7 @@ class TorchFile:
                 self.check_taken(keys, value)
             return self.lazy(value)
         if kind in _NO_VALUES:
-            raise FormatError(
+            raise PickleError(
                 f"'{self.name}': '{path_of(keys)}' is {_described(value)}; hf_stream reads tensors in rows"
             )
         if kind not in _CONTAINERS:

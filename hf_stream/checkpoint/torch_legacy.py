@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import torch
 
-from hf_stream.errors import FormatError
+from hf_stream.errors import ArchiveError, FormatError, PickleError
 from hf_stream.formats.budget import Budget
+from hf_stream.formats.foreign import pointer
 from hf_stream.formats.torch_pickle import StorageRecord, TensorRecord, TorchPickle
 from hf_stream.storage.base import Storage
 from hf_stream.storage.file import FileStorage
@@ -38,7 +39,7 @@ def read_legacy(storage: FileStorage) -> tuple[Any, Places]:
     """
     name = storage.name
     if storage.nbytes == 0:
-        raise FormatError(f"'{name}' is empty")
+        raise PickleError(f"'{name}' is empty")
     with storage.descriptor() as fd, mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
         state, used = _check(data, name)
     logger.warning(
@@ -62,28 +63,30 @@ def _check(data: mmap.mmap, name: str) -> tuple[Any, dict[str, StorageRecord]]:
     except FormatError:
         magic, at = None, 0
     if magic != _MAGIC or type(magic) is not int:
-        raise FormatError(f"'{name}' is no file of torch.save: it is neither a zip archive nor of the format before it")
+        if fact := pointer(name, data[:100], len(data)):
+            raise PickleError(fact)
+        raise PickleError(f"'{name}' is no file of torch.save: it is neither a zip archive nor of the format before it")
     protocol, at = reader.read(data, name, at)
     system, at = reader.read(data, name, at)
     if protocol != _PROTOCOL or type(system) is not dict or system.get("little_endian") is not True:
-        raise FormatError(f"'{name}' is not of the version that is known, or was written by a big-endian machine")
+        raise ArchiveError(f"'{name}' is not of the version that is known, or was written by a big-endian machine")
     state, at = reader.read(data, name, at)
     used = dict(reader.storages)
     keys, at = reader.read(data, name, at)
     if type(keys) is not list or any(type(key) is not str for key in keys) or sorted(keys) != sorted(used):
-        raise FormatError(
+        raise ArchiveError(
             f"'{name}': the storages that follow are not those that the tensors need. Get the file again."
         )
     for key in keys:
         record = used[key]
         if record.dtype is None:
-            raise FormatError(f"'{name}': storage '{key}' has no type, and torch cannot read it")
+            raise ArchiveError(f"'{name}': storage '{key}' has no type, and torch cannot read it")
         numel = _NUMEL.unpack_from(data, at)[0] if at + _NUMEL.size <= len(data) else -1
         at += _NUMEL.size + record.nbytes
         if numel * record.dtype.itemsize != record.nbytes or at > len(data):
-            raise FormatError(f"'{name}': storage '{key}' of {record.nbytes} bytes is not whole. Get the file again.")
+            raise ArchiveError(f"'{name}': storage '{key}' of {record.nbytes} bytes is not whole. Get the file again.")
     if at != len(data):
-        raise FormatError(f"'{name}' has {len(data) - at} bytes after its end. Get the file again.")
+        raise ArchiveError(f"'{name}' has {len(data) - at} bytes after its end. Get the file again.")
     return state, used
 
 

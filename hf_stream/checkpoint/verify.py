@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
-from hf_stream.checkpoint.components import apart, open_repository
+from hf_stream.checkpoint.components import apart
 from hf_stream.checkpoint.mapping import AnyLayout, apply_layout
-from hf_stream.checkpoint.paths import given_path
+from hf_stream.checkpoint.sides import Side, tensors_of, without_tied
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.region import Region
 from hf_stream.lazy import LazyTensor, working_set, write_into
+from hf_stream.utils.sizes import nbytes_of
 
 Element = float | int | complex | bool
 
@@ -77,35 +78,46 @@ class Differences:
 
 
 def verify(
-    a: str | os.PathLike[str] | Mapping[str, torch.Tensor],
-    b: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+    a: Side,
+    b: Side,
     *,
     layout: AnyLayout | None = None,
     strict: bool = False,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Differences:
     """Compare two checkpoints: names, shapes, dtypes, and every bit, NaNs and zeros' signs included.
 
     Args:
-        a: What `open_checkpoint` takes, or named tensors. Of a repository of several checkpoints, such as a pipeline of
-            diffusers, all are compared.
+        a: What `open_checkpoint` takes, named tensors, or a module. Of a repository of several checkpoints, such as a
+            pipeline of diffusers, all are compared. Of a module's tied tensors it is enough if the other side has one.
         b: Likewise.
         layout: Applied to `a` before comparing, as `convert` does it.
         strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
-        buffer_size: Bytes of both sides held at a time, at most; the inputs of one deferred operation come on top.
+        buffer_size: Bytes of both sides held at a time, at most, also as "64MB"; the inputs of one deferred operation
+            come on top.
         threads: Threads that move bytes; by default one for each core, and at most four.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Returns:
         The differences; `if verify(a, b): ...` runs if there are any.
+
+    Raises:
+        ArgumentTypeError: A side is none of these.
+        CheckpointError, FormatError: A path cannot be opened.
+        LayoutError: The layout does not fit.
+        CopyError: Reading failed.
     """
-    first: Mapping[str, torch.Tensor] = a if isinstance(a, Mapping) else open_repository(given_path(a))
-    second: Mapping[str, torch.Tensor] = b if isinstance(b, Mapping) else open_repository(given_path(b))
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
+    first, second = tensors_of(a), tensors_of(b)
     if layout is not None:
         own, others = apart(first)
         first = {**apply_layout(layout, own, strict=strict), **others}
+    if isinstance(a, nn.Module):
+        first = without_tied(first, second)
+    if isinstance(b, nn.Module):
+        second = without_tied(second, first)
     found = Differences(
         missing=[name for name in first if name not in second], extra=[name for name in second if name not in first]
     )

@@ -11,11 +11,13 @@ import torch
 
 from hf_stream.checkpoint.coverage import Coverage, Index, box_of
 from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles, TensorLike, check_has_data
+from hf_stream.checkpoint.nearest import nearest
 from hf_stream.checkpoint.save import finish, reserve
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.copying.region import Region
-from hf_stream.errors import CheckpointError
+from hf_stream.errors import ArgumentTypeError, CheckpointError
 from hf_stream.lazy import write_into
+from hf_stream.lazy.given import check_tensor, kind
 
 
 class CheckpointWriter:
@@ -51,6 +53,11 @@ class CheckpointWriter:
         metadata: Mapping[str, str] | None = None,
         durable: bool | None = None,
     ) -> None:
+        if not isinstance(specs, Mapping):
+            raise ArgumentTypeError(f"specs= is {kind(specs)}; pass a dict of what has a shape and a dtype, by name")
+        for name, spec in specs.items():
+            if not (isinstance(name, str) and hasattr(spec, "shape") and hasattr(spec, "dtype")):
+                raise ArgumentTypeError(f"specs= has {name!r}: {kind(spec)}, which is no name of a shape and a dtype")
         self._files = CheckpointFiles.plan(specs, max_shard_size=max_shard_size, metadata=metadata)
         self._lock = threading.Lock()
         self._writing = 0
@@ -95,7 +102,11 @@ class CheckpointWriter:
             CopyError: Reading or writing failed. What was there under this index counts as not written.
         """
         if name not in self._regions:
-            raise CheckpointError(f"'{name}' is not among the {len(self._regions)} tensors announced; add it to specs")
+            near = "".join(f", where '{other}' is" for other in nearest(name, self._regions)[:1])
+            raise CheckpointError(
+                f"'{name}' is not among the {len(self._regions)} tensors announced{near}; add it to specs"
+            )
+        check_tensor(tensor, f"'{name}'")
         region = self._regions[name]
         box = box_of(name, region.size, index if isinstance(index, tuple) else (index,))
         window = torch.empty_strided(region.size, region.stride, dtype=region.dtype, device="meta")[index]

@@ -7,23 +7,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hf_stream.errors import FormatError
+from hf_stream.errors import ArgumentError
+from hf_stream.utils.sizes import parse_size
 
 if TYPE_CHECKING:
     import torch
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_SHORT = {"fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
 
 def _floating_types() -> dict[str, torch.dtype]:
-    """Words for a floating-point type: safetensors' names, torch's names, and the usual short ones."""
-    from hf_stream.formats.dtypes import CAST_TARGETS, TORCH_DTYPES
+    """Words for a type that weights can be cast to."""
+    from hf_stream.formats.dtypes import BY_NAME, CAST_TARGETS
 
-    found = {name.lower(): dtype for name, dtype in TORCH_DTYPES.items() if dtype in CAST_TARGETS}
-    found |= {str(dtype).removeprefix("torch."): dtype for dtype in found.values()}
-    return found | {short: found[name] for short, name in _SHORT.items()}
+    return {name: dtype for name, dtype in BY_NAME.items() if dtype in CAST_TARGETS}
 
 
 class DtypeParam(click.ParamType["torch.dtype"]):
@@ -44,11 +41,9 @@ class SizeParam(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from hf_stream.formats.shards import parse_size
-
         try:
             nbytes = int(value) if value.isdecimal() else parse_size(value)
-        except FormatError as error:
+        except ArgumentError as error:
             self.fail(str(error), param, ctx)
         if nbytes <= 0:
             self.fail(f"size '{value}' leaves no room for a tensor", param, ctx)

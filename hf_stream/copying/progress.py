@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from hf_stream.errors import ArgumentTypeError
+
 # A bar that comes and goes at once only makes noise.
 _SECONDS_BEFORE_BAR = 1.0
 
@@ -31,8 +33,10 @@ def progress_bar(progress: bool | Progress | None, total: int, desc: str) -> Ite
         delay = _SECONDS_BEFORE_BAR if progress is None else 0.0
         with tqdm(total=total, desc=desc, unit="B", unit_scale=True, delay=delay) as bar:
             yield bar
-    else:
+    elif callable(getattr(progress, "update", None)):
         yield progress
+    else:
+        raise ArgumentTypeError(f"progress= is {progress!r:.100}; pass True, False, None, or what has update(n)")
 
 
 def _is_terminal() -> bool:

@@ -9,7 +9,6 @@ from hf_stream.formats.shards import (
     SAFE_WEIGHTS_INDEX,
     add_variant,
     is_weight_file,
-    parse_size,
     shard_pattern,
     split_into_shards,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "header_nbytes",
     "is_weight_file",
     "parse_header",
-    "parse_size",
     "read_header",
     "read_index",
     "shard_pattern",

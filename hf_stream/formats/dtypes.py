@@ -1,10 +1,12 @@
-"""The element types a safetensors file can hold, and the torch type of each."""
+"""The element types a safetensors file can hold, the torch type of each, and what people call them."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
+
+from hf_stream.errors import ArgumentError, ArgumentTypeError
 
 # From the smallest alignment to the largest: the order in which the format ranks them. The six-bit floats have no torch
 # type: files that hold them can be read and copied, but not turned into tensors.
@@ -41,3 +43,45 @@ NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORCH_DTY
 CAST_TARGETS: Final[frozenset[torch.dtype]] = frozenset(
     dtype for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point and name not in ("F4", "F8_E8M0")
 )
+
+_SHORT: Final[dict[str, torch.dtype]] = {
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "half": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+}
+BY_NAME: Final[dict[str, torch.dtype]] = {
+    **{name.lower(): dtype for name, dtype in TORCH_DTYPES.items()},
+    **{str(dtype).removeprefix("torch."): dtype for dtype in NAMES},
+    **_SHORT,
+}
+
+
+def as_dtype(dtype: Any, argument: str = "dtype") -> torch.dtype:
+    """The dtype that is meant: one of torch's, or its name, such as "bfloat16", "bf16" or "torch.bfloat16".
+
+    Args:
+        dtype: The dtype or its name.
+        argument: What it is called, for errors.
+
+    Raises:
+        ArgumentError: The name is not known.
+        ArgumentTypeError: It is neither.
+    """
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if isinstance(dtype, str):
+        name = dtype.lower().removeprefix("torch.")
+        if name in BY_NAME:
+            return BY_NAME[name]
+        raise ArgumentError(
+            f"{argument}= is '{dtype}', which is no name of a type; pass 'bf16', 'fp16', 'fp32', or another name that "
+            "torch or safetensors have for one"
+        )
+    remedy = "one of torch's, such as torch.bfloat16, or its name"
+    of_numpy = getattr(dtype, "__name__", getattr(dtype, "name", None))
+    if "numpy" in (getattr(dtype, "__module__", ""), type(dtype).__module__.partition(".")[0]) and of_numpy in BY_NAME:
+        remedy = f"torch.{of_numpy}"
+    raise ArgumentTypeError(f"{argument}= is {dtype!r:.100} and no dtype of torch; pass {remedy}")

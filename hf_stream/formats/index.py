@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Final
 
-from hf_stream.errors import FormatError
+from hf_stream.errors import FormatError, IndexFileError
+from hf_stream.formats.foreign import pointer
 from hf_stream.formats.regular_files import read_small
 
 _DAMAGED: Final = "The index is damaged: get it again or save the checkpoint anew."
@@ -44,7 +45,10 @@ def read_index(path: str | os.PathLike[str]) -> WeightIndex:
     try:
         index = json.loads(data.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"'{name}': index is not JSON in UTF-8 with unique names ({error}). {_DAMAGED}") from None
+        if text := pointer(name, data, len(data)):
+            raise IndexFileError(text) from None
+        fact = f"'{name}': index is not JSON in UTF-8 with unique names ({error}). {_DAMAGED}"
+        raise IndexFileError(fact, getattr(error, "doc", ""), getattr(error, "pos", 0)) from None
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         raise FormatError(f"'{name}': index has no object 'weight_map'. {_DAMAGED}")
     weight_map: dict[str, Any] = index["weight_map"]

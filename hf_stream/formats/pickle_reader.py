@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from hf_stream.errors import FormatError
+from hf_stream.errors import FormatError, PickleError
 from hf_stream.formats.budget import Budget
 from hf_stream.formats.key_table import PLAIN_KEYS, KeyTable, check_key
 
@@ -103,7 +103,7 @@ def read_pickle(
         fact = str(error)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, struct.error):
         pass
-    raise FormatError(f"'{name}', byte {machine.at}: {fact}")
+    raise PickleError(f"'{name}', byte {machine.at}: {fact}")
 
 
 class _Machine:

@@ -6,9 +6,12 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
-from hf_stream.errors import CheckpointError
+from hf_stream.errors import CheckpointError, FileKindError, HfStreamError, because_of
+from hf_stream.formats.foreign import pointer
 
 # An index with a million tensors takes 100 MB, a config some kilobytes.
 MAX_JSON_NBYTES: Final = 100_000_000
@@ -35,7 +38,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
         The descriptor.
 
     Raises:
-        CheckpointError: It is no regular file.
+        FileKindError: It is no regular file.
         OSError: It cannot be opened.
     """
     try:
@@ -52,7 +55,25 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
             return fd
         os.close(fd)
     kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-    raise CheckpointError(f"'{os.fspath(path)}' is {kind} and not a regular file; put the file there, or remove it")
+    raise FileKindError(f"'{os.fspath(path)}' is {kind} and not a regular file; put the file there, or remove it")
+
+
+@contextmanager
+def opening(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Run a block that opens files, in which what the system says becomes one of our errors, and names the file.
+
+    Args:
+        path: What the user has named.
+    """
+    try:
+        yield
+    except HfStreamError:
+        raise
+    except OSError as error:
+        file = error.filename or path
+        raise because_of(
+            error, f"'{os.fsdecode(file)}' cannot be opened: {error.strerror or error}; remedy that, or use a copy"
+        ) from error
 
 
 def read_small(path: str | os.PathLike[str], limit: int = MAX_JSON_NBYTES) -> bytes:
@@ -98,4 +119,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except RecursionError:
         raise CheckpointError(f"'{os.fspath(path)}' nests deeper than can be followed; get the file again") from None
     except ValueError as error:
+        if fact := pointer(os.fspath(path), content, len(content)):
+            raise CheckpointError(fact) from None
         raise CheckpointError(f"'{os.fspath(path)}' is not JSON: {error}; get the file again") from None

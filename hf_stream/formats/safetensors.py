@@ -19,11 +19,12 @@ from typing import Final
 
 import torch
 
-from hf_stream.errors import FormatError
+from hf_stream.errors import ArgumentTypeError, FormatError, SafetensorsError
 from hf_stream.formats import strict_json
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.dtypes import NAMES, RANK, TORCH_DTYPES
 from hf_stream.formats.entries import MAX_NESTING, METADATA, parse_entries, tensor_nbytes
+from hf_stream.formats.foreign import pointer
 from hf_stream.formats.regular_files import open_regular
 from hf_stream.formats.strict_json import Pairs
 
@@ -119,15 +120,17 @@ def header_nbytes(prefix: bytes | bytearray | memoryview, file_size: int, name: 
         name: What errors call the file.
     """
     if len(prefix) < _LENGTH.size:
-        raise FormatError(
+        raise SafetensorsError(
             f"'{name}': {len(prefix)} bytes are too few for the header's length, which takes 8. {_DAMAGED}"
         )
     (length,) = _LENGTH.unpack_from(prefix)
     if length > MAX_HEADER_NBYTES:
-        raise FormatError(f"'{name}': header of {length} bytes, the limit is {MAX_HEADER_NBYTES}. {_DAMAGED}")
+        if fact := pointer(name, prefix, file_size):
+            raise SafetensorsError(fact)
+        raise SafetensorsError(f"'{name}': header of {length} bytes, the limit is {MAX_HEADER_NBYTES}. {_DAMAGED}")
     stop: int = _LENGTH.size + length
     if stop > file_size:
-        raise FormatError(f"'{name}': header of {length} bytes in a file of {file_size} bytes. {_DAMAGED}")
+        raise SafetensorsError(f"'{name}': header of {length} bytes in a file of {file_size} bytes. {_DAMAGED}")
     return stop
 
 
@@ -145,23 +148,23 @@ def parse_header(prefix: bytes | bytearray | memoryview, file_size: int, name: s
     """
     data = header_nbytes(prefix, file_size, name)
     if len(prefix) < data:
-        raise FormatError(f"'{name}': got {len(prefix)} bytes of a header of {data} bytes. Read the whole header.")
+        raise SafetensorsError(f"'{name}': got {len(prefix)} bytes of a header of {data} bytes. Read the whole header.")
     try:
         header = strict_json.decode(str(prefix[_LENGTH.size : data], "utf-8"))
     except RecursionError:
-        raise FormatError(f"'{name}': header nests deeper than {MAX_NESTING} levels. {_DAMAGED}") from None
+        raise SafetensorsError(f"'{name}': header nests deeper than {MAX_NESTING} levels. {_DAMAGED}") from None
     except ValueError as error:
-        raise FormatError(f"'{name}': header is not JSON in UTF-8 ({error}). {_DAMAGED}") from None
+        raise SafetensorsError(f"'{name}': header is not JSON in UTF-8 ({error}). {_DAMAGED}") from None
     if not isinstance(header, Pairs):
-        raise FormatError(f"'{name}': header is not a JSON object. {_DAMAGED}")
+        raise SafetensorsError(f"'{name}': header is not a JSON object. {_DAMAGED}")
     try:
         metadata, entries = parse_entries(header)
     except ValueError as error:
-        raise FormatError(f"'{name}': {error}. {_DAMAGED}") from None
+        raise SafetensorsError(f"'{name}': {error}. {_DAMAGED}") from None
     tensors = {key: TensorInfo(dtype, shape, data + start, data + stop) for key, (dtype, shape, start, stop) in entries}
     end = data + (entries[-1][1].stop if entries else 0)
     if end != file_size:
-        raise FormatError(
+        raise SafetensorsError(
             f"'{name}': header and tensors take {end} bytes, the file has {file_size}. "
             "It is cut off or was appended to: get it again."
         )
@@ -186,10 +189,11 @@ def encode_header(
 
     Raises:
         FormatError: The format cannot hold a name, a type or a shape.
+        ArgumentTypeError: An entry is not text.
     """
     for key, entry in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(entry, str):
-            raise FormatError(f"metadata entry {key!r}: {entry!r:.40} is not text. Pass strings only.")
+            raise ArgumentTypeError(f"metadata entry {key!r}: {entry!r:.40} is not text. Pass strings only.")
     unplaced = sorted(
         ((key, *_encoded(key, dtype, shape)) for key, (dtype, shape) in specs.items()),
         key=lambda item: (-RANK[item[1]], item[0]),

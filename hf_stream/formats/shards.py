@@ -9,6 +9,7 @@ from typing import Final
 from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 
 from hf_stream.errors import FormatError
+from hf_stream.utils.sizes import nbytes_of
 
 SAFE_WEIGHTS: Final = "model.safetensors"
 SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
@@ -16,7 +17,6 @@ SAFE_WEIGHTS_INDEX: Final = "model.safetensors.index.json"
 _WEIGHTS: Final = re.compile(
     r".*(\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx|onnx_data|npz)|\.index(\.[^.]+)?\.json)", re.DOTALL
 )
-_UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def is_weight_file(file_name: str) -> bool:
@@ -38,22 +38,6 @@ def shard_pattern(file_name: str = SAFE_WEIGHTS) -> str:
     return stem + "{suffix}.safetensors"
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as "5GB" or "0.5 MB": a number and one of KB, MB, GB, TB (powers of 1000).
-
-    Raises:
-        FormatError: The text is not such a size (a `ValueError`).
-    """
-    text = text.strip()
-    unit = text[-2:].upper()
-    if unit not in _UNITS:
-        raise FormatError(f"size '{text}': unit '{unit}' is not one of {', '.join(_UNITS)}. Write it like '5GB'.")
-    try:
-        return int(float(text[:-2].strip()) * _UNITS[unit])
-    except (ValueError, OverflowError):
-        raise FormatError(f"size '{text}': '{text[:-2]}' is not a finite number. Write it like '5GB'.") from None
-
-
 def split_into_shards(
     sizes: Mapping[str, int],
     max_shard_size: int | str,
@@ -73,11 +57,12 @@ def split_into_shards(
             Tensors without an id, or with None, stand alone.
 
     Raises:
-        FormatError: The size is not one, or the pattern has no "{suffix}".
+        ArgumentError, ArgumentTypeError: The size is none.
+        FormatError: The pattern has no "{suffix}".
     """
     if "{suffix}" not in pattern:
         raise FormatError(f"pattern '{pattern}' gives all shards one name. Put '{{suffix}}' where their number goes.")
-    limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
+    limit = nbytes_of(max_shard_size, "max_shard_size")
     # The library looks for each group in each shard: the time for that would grow with their product.
     leaders, followers = _leaders(sizes, groups or {})
     split = split_state_dict_into_shards_factory(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, NamedTuple, NoReturn
 
-from hf_stream.errors import FormatError
+from hf_stream.errors import ArchiveError
 
 ReadAt = Callable[[int, int], bytes]
 """Gives exactly so many bytes from an offset on: (offset, nbytes)."""
@@ -89,7 +89,7 @@ def read_records(read: ReadAt, file_size: int, name: str) -> dict[str, Record]:
     """
 
     def fail(fact: str) -> NoReturn:
-        raise FormatError(f"'{name}': {fact}. {_DAMAGED}")
+        raise ArchiveError(f"'{name}': {fact}. {_DAMAGED}")
 
     start, nbytes, count = _find_directory(read, file_size, fail)
     if count * _ENTRY.size > nbytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hf_stream.errors import LayoutError
+from hf_stream.layouts.arguments import checked_rules
 from hf_stream.layouts.rule import Move, Rule
 
 
@@ -22,11 +23,10 @@ class AnyOf(Rule):
 
     rules: Iterable[Rule]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rules", tuple(self.rules))
-        if not all(isinstance(rule, Rule) for rule in self.alternatives) or not self.alternatives:
+    def settle(self) -> None:
+        object.__setattr__(self, "rules", tuple(checked_rules(self.rules, "AnyOf", Rule)))
+        if not self.alternatives:
             raise LayoutError(f"{self!r}: rules are wanted, in a list.")
-        super().__post_init__()
 
     @property
     def alternatives(self) -> Sequence[Rule]:

@@ -12,6 +12,7 @@ import torch
 from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of, map_tensors
 from hf_stream.checkpoint.matches import Matches
 from hf_stream.errors import LayoutError
+from hf_stream.lazy import named_tensors
 
 
 class TwoWay(Protocol):
@@ -77,7 +78,7 @@ class Counting(Composable):
     """A layout that counts what it finds, in its `with_matches`."""
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        results, matches = self.with_matches(tensors)
+        results, matches = self.with_matches(named_tensors(tensors, "a layout"))
         matches.report()
         return dict(results)
 

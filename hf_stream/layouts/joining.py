@@ -47,10 +47,9 @@ class Concat(Rule):
     sizes: Sequence[int] | None = None
     groups: int = 1
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "srcs", _several(self, self.srcs))
-        object.__setattr__(self, "sizes", _checked_sizes(self, self.sizes, len(self.srcs), self.groups))
-        super().__post_init__()
+    def settle(self) -> None:
+        _check_several(self, self.srcs)
+        _check_sizes(self, self.sizes, len(self.srcs), self.groups)
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -117,10 +116,9 @@ class Split(Rule):
     sizes: Sequence[int] | None = None
     groups: int = 1
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dsts", _several(self, self.dsts))
-        object.__setattr__(self, "sizes", _checked_sizes(self, self.sizes, len(self.dsts), self.groups))
-        super().__post_init__()
+    def settle(self) -> None:
+        _check_several(self, self.dsts)
+        _check_sizes(self, self.sizes, len(self.dsts), self.groups)
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -235,20 +233,16 @@ class Unstack(Rule):
         return Stack(self.dst, self.src, self.dim, self.count)
 
 
-def _several(rule: Rule, patterns: Sequence[str]) -> tuple[str, ...]:
+def _check_several(rule: Rule, patterns: Sequence[str]) -> None:
     if isinstance(patterns, str):
         raise LayoutError(f"{type(rule).__name__} takes a list of patterns, got '{patterns}'. Put it in brackets.")
-    return tuple(patterns)
 
 
-def _checked_sizes(rule: Rule, sizes: Sequence[int] | None, count: int, groups: int) -> tuple[int, ...] | None:
+def _check_sizes(rule: Rule, sizes: Sequence[int] | None, count: int, groups: int) -> None:
     if groups < 1:
         raise LayoutError(f"{type(rule).__name__}: groups must be at least 1, got {groups}.")
-    if sizes is None:
-        return None
-    if len(sizes) != count or min(sizes) < 1:
+    if sizes is not None and (len(sizes) != count or min(sizes) < 1):
         raise LayoutError(f"{type(rule).__name__}: {count} sizes of at least 1 wanted, got {list(sizes)}.")
-    return tuple(sizes)
 
 
 def _lowest(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -9,11 +9,14 @@ from operator import itemgetter
 import torch
 
 from hf_stream.checkpoint.matches import Matches
-from hf_stream.errors import LayoutError
+from hf_stream.errors import ArgumentTypeError, LayoutError
+from hf_stream.layouts.arguments import checked_rules
 from hf_stream.layouts.found import Found
 from hf_stream.layouts.naming import Rename
 from hf_stream.layouts.rule import Rule, as_optional_as
 from hf_stream.layouts.stage import Stage
+from hf_stream.lazy import named_tensors
+from hf_stream.lazy.given import kind
 
 
 class Layout:
@@ -57,6 +60,7 @@ class Layout:
     __slots__ = ("_stages",)
 
     def __init__(self, rules: Iterable[Rule | Layout]) -> None:
+        rules = checked_rules(rules, "Layout", Rule, Layout)
         parts: list[list[list[Rule]]] = [
             [list(stage) for stage in rule.stages] if isinstance(rule, Layout) else [[rule]] for rule in rules
         ]
@@ -83,6 +87,7 @@ class Layout:
 
     def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Matches]:
         """The same without a warning, and what each rule has found."""
+        tensors = named_tensors(tensors, "a layout")
         names, founds = list(tensors), [Found() for _ in self._stages]
         for stage, found in zip(self._stages, founds, strict=True):
             placed = sorted(stage.run(tensors.items(), found), key=itemgetter(0))
@@ -100,6 +105,8 @@ class Layout:
             >>> [(name, list(tensor.shape)) for name, tensor in join.stream(pairs)]
             [('a', [4]), ('b', [4])]
         """
+        if isinstance(pairs, Mapping | str):
+            raise ArgumentTypeError(f"Layout.stream takes pairs of names and tensors, got {kind(pairs)}; pass .items()")
         founds = [Found() for _ in self._stages]
         for stage, found in zip(self._stages, founds, strict=True):
             pairs = map(itemgetter(1, 2), stage.run(pairs, found))

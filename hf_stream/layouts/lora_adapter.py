@@ -13,7 +13,7 @@ import torch
 
 from hf_stream.checkpoint import open_checkpoint
 from hf_stream.checkpoint.paths import given_path
-from hf_stream.errors import CheckpointError, LayoutError
+from hf_stream.errors import LayoutError, MissingError
 from hf_stream.formats.regular_files import read_json_object
 from hf_stream.lazy import LazyTensor
 
@@ -98,7 +98,7 @@ class LoraAdapter:
             path = given_path(source)
             file = path / WEIGHTS_FILE if path.is_dir() else path
             if not file.exists():
-                raise CheckpointError(
+                raise MissingError(
                     f"'{file}' does not exist; pass the directory of an adapter in safetensors (one that was saved as "
                     "a pickle can be saved anew by peft)"
                 )
@@ -203,7 +203,7 @@ def _read_config(config: object) -> dict[str, Any]:
         try:
             return read_json_object(path)
         except FileNotFoundError as error:
-            raise CheckpointError(f"'{path}' does not exist; pass config=, which says how the adapter works") from error
+            raise MissingError(f"'{path}' does not exist; pass config=, which says how the adapter works") from error
     to_dict = getattr(config, "to_dict", None)
     if to_dict is None:
         raise LayoutError(f"config= must be a LoraConfig, its content or a path, got {type(config).__name__}")

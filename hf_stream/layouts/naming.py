@@ -11,7 +11,8 @@ import torch
 
 from hf_stream.errors import HfStreamError, LayoutError
 from hf_stream.layouts.pattern import compile_patterns
-from hf_stream.layouts.rule import Move, Named, Rule, frozen_texts, group_move, shape_text, texts
+from hf_stream.layouts.rule import Move, Named, Rule, group_move, shape_text, texts
+from hf_stream.lazy.given import kind
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,11 +95,6 @@ class Apply(Rule):
     fn: Callable[..., torch.Tensor | Sequence[torch.Tensor]]
     inverse: Callable[..., torch.Tensor | Sequence[torch.Tensor]] | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "srcs", frozen_texts(self.srcs))
-        object.__setattr__(self, "dsts", frozen_texts(self.dsts))
-        super().__post_init__()
-
     @cached_property
     def moves(self) -> tuple[Move, ...]:
         return (group_move(self, texts(self.srcs), texts(self.dsts)),)
@@ -112,8 +108,10 @@ class Apply(Rule):
         except Exception as error:
             shapes = ", ".join(map(shape_text, tensors))
             raise LayoutError(f"the function failed on {shapes}: {error or type(error).__name__}.") from error
-        results = (result,) if isinstance(result, torch.Tensor) else tuple(result)
+        results = tuple(result) if isinstance(result, list | tuple) else (result,)
         wanted = len(texts(self.dsts))
+        if wrong := [result for result in results if not isinstance(result, torch.Tensor)]:
+            raise LayoutError(f"the function must return a tensor, or a list of tensors, got {kind(wrong[0])}.")
         if len(results) != wanted:
             raise LayoutError(
                 f"the function must return as many tensors as dsts has names, {wanted}, got {len(results)}."

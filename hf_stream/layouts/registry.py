@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_stream.checkpoint import AnyLayout
-from hf_stream.errors import LayoutError
+from hf_stream.errors import ArgumentTypeError, LayoutError
 from hf_stream.layouts.composable import Composable, TwoWay
 from hf_stream.layouts.dequantize_fp8_blocks import dequantize_fp8_blocks
 from hf_stream.layouts.from_transformers import from_transformers
@@ -25,6 +25,7 @@ from hf_stream.layouts.packed_qkv import packed_qkv
 from hf_stream.layouts.sizes import fp8_scales
 from hf_stream.layouts.stacked_experts import stacked_experts
 from hf_stream.layouts.swift_transformer import swift_transformer
+from hf_stream.lazy.given import kind
 
 
 def _dequantize_fp8_blocks(config: object) -> TwoWay:
@@ -117,6 +118,8 @@ def get(name: str, config: object = None) -> TwoWay:
     Raises:
         LayoutError: the name is not known, or the config lacks a size.
     """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"a layout has a name, got {kind(name)}; the names are {', '.join(names())}")
     word, _, path = name.partition("=")
     if takes_path(name):
         return _OF_A_PATH[word.replace("_", "-")][1](path, config)
@@ -144,6 +147,8 @@ def load(spec: str, config: object = None) -> AnyLayout:
     Raises:
         LayoutError: there is no such file or name, the file raises an error, or the name stands for something else.
     """
+    if not isinstance(spec, str):
+        raise ArgumentTypeError(f"a layout of yours is written as 'path/to/file.py:name', got {kind(spec)}")
     path_text, colon, name = spec.rpartition(":")
     if not colon or not path_text.endswith(".py"):
         raise LayoutError(f"layout '{spec}' is not written as path/to/file.py:name.")

@@ -12,8 +12,10 @@ from types import ModuleType
 import torch
 
 from hf_stream.errors import LayoutError
+from hf_stream.formats.dtypes import CAST_TARGETS, as_dtype
+from hf_stream.layouts.arguments import whole_number
 from hf_stream.layouts.pattern import compile_patterns
-from hf_stream.layouts.rule import Move, Named, Rule, checked_dim, frozen_texts, shape_text, texts, word
+from hf_stream.layouts.rule import Move, Named, Rule, checked_dim, shape_text, texts, word
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,10 +27,6 @@ class _EachRule(Rule):
     """
 
     patterns: str | Sequence[str]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "patterns", frozen_texts(self.patterns))
-        super().__post_init__()
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -96,9 +94,14 @@ class Rearrange(_EachRule):
         object.__setattr__(self, "patterns", patterns)
         object.__setattr__(self, "recipe", recipe)
         object.__setattr__(self, "axes", tuple(axes.items()))
-        if recipe.count("->") != 1:
-            raise LayoutError(f"{self!r}: the recipe needs one arrow, as in 'out in -> in out'.")
         self.__post_init__()
+
+    def settle(self) -> None:
+        object.__setattr__(
+            self, "axes", tuple((axis, whole_number(size, f"Rearrange: {axis}=")) for axis, size in self.axes)
+        )
+        if self.recipe.count("->") != 1:
+            raise LayoutError(f"{self!r}: the recipe needs one arrow, as in 'out in -> in out'.")
 
     def change(self, tensor: torch.Tensor) -> torch.Tensor:
         einops = _einops()
@@ -170,21 +173,23 @@ class Cast(_EachRule):
 
     Args:
         patterns: Pattern of the tensors, or several patterns.
-        dtype: The new dtype, floating-point.
+        dtype: The new dtype, floating-point, or its name, such as "bf16".
         inverse: The dtype to which the inverse casts. Default: there is no inverse.
     """
 
-    dtype: torch.dtype
-    inverse: torch.dtype | None = None
+    dtype: torch.dtype | str
+    inverse: torch.dtype | str | None = None
 
-    def __post_init__(self) -> None:
-        for dtype in (self.dtype, self.inverse):
-            if dtype is not None and not dtype.is_floating_point:
-                raise LayoutError(f"Cast is for floating-point dtypes, got {dtype}. Use Apply for others.")
-        super().__post_init__()
+    def settle(self) -> None:
+        for name in ("dtype", "inverse"):
+            if getattr(self, name) is not None:
+                dtype = as_dtype(getattr(self, name), f"Cast: {name}")
+                if dtype not in CAST_TARGETS:
+                    raise LayoutError(f"Cast is for floating-point dtypes, got {dtype}. Use Apply for others.")
+                object.__setattr__(self, name, dtype)
 
     def change(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(as_dtype(self.dtype)) if tensor.is_floating_point() else tensor
 
     def invert(self) -> Cast:
         if self.inverse is None:

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from hf_stream.errors import LayoutError
+from hf_stream.layouts.arguments import settle_fields
 from hf_stream.layouts.pattern import Pattern, compile_patterns
 
 Named = tuple[str, torch.Tensor]
@@ -84,7 +85,16 @@ class Rule(ABC):
         """
         raise LayoutError(f"{self!r} cannot be inverted: it loses what it takes away.")
 
+    def settle(self) -> None:  # noqa: B027, most rules have nothing to settle
+        """Look at the arguments, and put them into the form they have from now on; their types are right already.
+
+        Raises:
+            LayoutError: One of them cannot be, or they do not go together.
+        """
+
     def __post_init__(self) -> None:
+        settle_fields(self)
+        self.settle()
         _ = self.moves
 
     def __repr__(self) -> str:
@@ -151,11 +161,6 @@ def numbered_move(rule: Rule, many: str, one: str, count: int | None, *, gather:
 def texts(value: str | Sequence[str]) -> tuple[str, ...]:
     """One pattern or several, as several."""
     return (value,) if isinstance(value, str) else tuple(value)
-
-
-def frozen_texts(value: str | Sequence[str]) -> str | tuple[str, ...]:
-    """One pattern or several, as written, in a form that cannot change."""
-    return value if isinstance(value, str) else tuple(value)
 
 
 def shape_text(tensor: torch.Tensor) -> str:

@@ -14,11 +14,13 @@ from hf_stream.copying.progress import Progress, progress_bar
 from hf_stream.copying.region import Region
 from hf_stream.formats.collector import collector_paused
 from hf_stream.lazy.deferred import NOWHERE, in_memory, plain_torch, run_deferred
+from hf_stream.lazy.given import several_tensors
 from hf_stream.lazy.lower import Pending, lower
 from hf_stream.lazy.sources import Compute
 from hf_stream.lazy.tensor import LazyTensor, dressed
 from hf_stream.storage.file import FileStorage
 from hf_stream.storage.memory import advise_huge_pages
+from hf_stream.utils.sizes import nbytes_of
 
 Job = tuple[torch.Tensor, Region, str]
 
@@ -35,7 +37,7 @@ def write_into(
 
     Args:
         jobs: Triples of a tensor (lazy or real), the region to fill (the same size) and a name for error messages.
-        buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        buffer_size: Bytes in flight, at most, also as "64MB"; the inputs of one deferred operation come on top.
         threads: Threads that move bytes; by default one for each core, and at most four.
         progress: True for a bar in bytes, None for a bar on terminals only, or an object with `update(n)`.
         desc: What the bar says.
@@ -77,7 +79,7 @@ def materialize(
     tensors: Mapping[str, torch.Tensor],
     *,
     device: torch.device | str | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = False,
     desc: str = "",
     alias: bool = False,
@@ -87,7 +89,7 @@ def materialize(
     tensors: Iterable[torch.Tensor],
     *,
     device: torch.device | str | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = False,
     desc: str = "",
     alias: bool = False,
@@ -96,7 +98,7 @@ def materialize(
     tensors: Mapping[str, torch.Tensor] | Iterable[torch.Tensor],
     *,
     device: torch.device | str | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = False,
     desc: str = "",
     alias: bool = False,
@@ -108,7 +110,8 @@ def materialize(
             same LazyTensor given twice becomes the same tensor twice; a parameter becomes a parameter, with the
             attributes other code has set on it.
         device: Where to put the results; each tensor's own device by default.
-        buffer_size: Bytes in flight beyond the results, at most; the inputs of one deferred operation come on top.
+        buffer_size: Bytes in flight beyond the results, at most, also as "64MB"; the inputs of one deferred operation
+            come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, or an object with `update(n)`.
         desc: What the bar says.
         alias: Whether a CPU tensor that lies in a file just as it is may be given as a private (copy-on-write)
@@ -122,7 +125,8 @@ def materialize(
     Raises:
         CopyError: Reading failed; names the tensor and the file.
     """
-    items = list(tensors.items()) if isinstance(tensors, Mapping) else [("", tensor) for tensor in tensors]
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
+    items = several_tensors(tensors, "materialize")
     results: dict[int, torch.Tensor] = {}
     jobs: list[Job] = []
     for name, tensor in items:

@@ -11,6 +11,7 @@ import torch
 
 from hf_stream.copying.region import Region
 from hf_stream.errors import LazyTensorError
+from hf_stream.lazy.given import check_tensor
 from hf_stream.lazy.sources import Leaf, Source
 from hf_stream.storage.base import Storage
 from hf_stream.storage.memory import MemoryStorage
@@ -83,6 +84,7 @@ class LazyTensor(torch.Tensor):
         """
         if isinstance(tensor, cls):
             return tensor
+        check_tensor(tensor, "LazyTensor.from_tensor: what was given")
         plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
         if tensor.is_meta or tensor.layout != torch.strided or not plain:
             raise LazyTensorError(
@@ -105,6 +107,7 @@ class LazyTensor(torch.Tensor):
 
         if out is None:
             return materialize([self])[0]
+        check_tensor(out, "out=")
         if out.shape != self.shape:
             raise LazyTensorError(
                 f"cannot materialize shape {list(self.shape)} into a tensor of shape {list(out.shape)}; "

@@ -14,6 +14,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from hf_stream.errors import ArgumentError, ArgumentTypeError
+
 # Some file systems cannot flush a directory, or have nothing to flush: then there is nothing more to be done.
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -26,13 +28,16 @@ def is_durable(durable: bool | None) -> bool:
     """What `durable=` of a saving function means: None is True, unless the environment has HF_STREAM_DURABLE=0.
 
     Raises:
-        ValueError: The environment says neither yes nor no.
+        ArgumentTypeError: It is neither a bool nor None.
+        ArgumentError: The environment says neither yes nor no.
     """
     if durable is not None:
+        if not isinstance(durable, bool):
+            raise ArgumentTypeError(f"durable= is {durable!r:.100}; pass True, False or None")
         return durable
     word = os.environ.get("HF_STREAM_DURABLE", "1")
     if word.lower() not in _WORDS:
-        raise ValueError(f"HF_STREAM_DURABLE is '{word}'; set it to 1 or 0")
+        raise ArgumentError(f"HF_STREAM_DURABLE is '{word}'; set it to 1 or 0")
     return _WORDS[word.lower()]
 
 

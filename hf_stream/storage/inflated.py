@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from hf_stream.errors import FormatError
+from hf_stream.errors import ArchiveError
 from hf_stream.formats.zip_records import Record
 from hf_stream.storage.file import FileStorage, reserve_space
 from hf_stream.storage.opened import Descriptor
@@ -44,14 +44,14 @@ def inflate(source: FileStorage, record: Record) -> Iterator[bytes]:
         try:
             piece = inflater.decompress(pending, _CHUNK)
         except zlib.error as error:
-            raise FormatError(f"{name}: the compressed data is damaged ({error}). Get the file again.") from None
+            raise ArchiveError(f"{name}: the compressed data is damaged ({error}). Get the file again.") from None
         pending = inflater.unconsumed_tail
         done += len(piece)
         if done > record.nbytes:
             break
         yield piece
     if done != record.nbytes or not inflater.eof or left or inflater.unused_data:
-        raise FormatError(
+        raise ArchiveError(
             f"{name}: the compressed data does not give the {record.nbytes} bytes it should. Get the file again."
         )
 
@@ -172,7 +172,7 @@ def check_crc32(name: str, record: Record, crc32: int) -> None:
         FormatError: They differ. Names the record and the file.
     """
     if record.crc32 not in (0, crc32):
-        raise FormatError(
+        raise ArchiveError(
             f"'{name}': the CRC-32 of record '{record.name}' is {crc32:#010x}, the file says {record.crc32:#010x}. "
             "The file is damaged: get it again."
         )

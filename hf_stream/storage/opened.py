@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from hf_stream.errors import CopyError
+from hf_stream.errors import CopyError, HfStreamError
 from hf_stream.formats.regular_files import open_regular
 
 
@@ -101,6 +101,8 @@ class OpenedFile:
     def _open_again(self) -> int:
         try:
             fd = open_regular(self.path, self._flags)
+        except HfStreamError:
+            raise
         except FileNotFoundError:
             raise self._changed("went away") from None
         now, then = FileIdentity.of(os.fstat(fd)), self.identity

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from samples import same_bits
 
 from hf_stream import convert, plan_conversion
-from hf_stream.errors import CheckpointError
+from hf_stream.errors import ArgumentError
 from hf_stream.formats.dtypes import CAST_TARGETS, TORCH_DTYPES
 
 LOSSY = [
@@ -30,7 +30,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", LOSSY)
 def test_what_holds_no_weights_is_refused(source: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     for call in (convert, plan_conversion):
-        with pytest.raises(CheckpointError, match=f"dtype= is {dtype}, and .* such as torch.bfloat16"):
+        with pytest.raises(ArgumentError, match=f"dtype= is {dtype}, and .* such as torch.bfloat16"):
             call(source, tmp_path / "out", dtype=dtype)
     assert not (tmp_path / "out").exists()
 

@@ -18,7 +18,7 @@ from samples import files_of, named_tensors, random_bits, same_bits
 
 from hf_stream import convert, open_checkpoint, plan_conversion, save_checkpoint, verify
 from hf_stream.checkpoint import AnyLayout, staging
-from hf_stream.errors import CheckpointError, CopyError, LayoutError
+from hf_stream.errors import CheckpointError, CopyError
 from hf_stream.layouts import Layout, Rename
 
 Tensors = Mapping[str, torch.Tensor]
@@ -391,11 +391,3 @@ def test_files_of_torch_save_are_not_written(tmp_path, name):
     with pytest.raises(CheckpointError, match="which is not written"):
         convert(tmp_path, tmp_path / name)
     assert not (tmp_path / name).exists()
-
-
-def test_arguments_of_another_type_are_named(tmp_path):
-    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"dtype= is 'bf16'.*torch\.bfloat16"):
-        convert(tmp_path, tmp_path / "out", dtype="bf16")
-    with pytest.raises(LayoutError, match="layout= is a str and cannot be called"):
-        convert(tmp_path, tmp_path / "out", layout="packed-qkv")

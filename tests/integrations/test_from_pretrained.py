@@ -336,5 +336,5 @@ def test_every_byte_of_what_is_kept_is_read_once_and_of_what_is_dropped_never(sa
 
 
 def test_a_layout_that_returns_nothing_is_refused_in_words(saved):
-    with pytest.raises(hf_stream.LayoutError, match="must return a mapping of names to tensors, got NoneType"):
+    with pytest.raises(hf_stream.LayoutError, match="must return a mapping of names to tensors, got None"):
         hf_stream.from_pretrained(transformers.LlamaForCausalLM, saved("llama"), layout=lambda tensors: None)

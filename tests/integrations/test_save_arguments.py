@@ -143,7 +143,7 @@ class TestWho:
             monkeypatch.setattr(mixin, "_get_torch_distributed_rank", lambda: 1)
         for layout in (None, RENAMED):
             hf_stream.save_pretrained(random_model("llama"), tmp_path / "ours", layout=layout, **arguments)
-        assert list(tmp_path.iterdir()) == []
+        assert list(tmp_path.rglob("*")) == [tmp_path / "ours"]
 
     def test_tensors_that_are_sharded_over_ranks_are_for_transformers(self, random_model, tmp_path, monkeypatch):
         handed = []

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import os
 import pickle
 import subprocess
@@ -19,7 +20,7 @@ from trainings import llama, trainer
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 
-from hf_stream import CheckpointError
+from hf_stream import CheckpointError, HfStreamError
 from hf_stream.checkpoint import clean
 from hf_stream.checkpoint.work import WorkDirectory
 from hf_stream.integrations.trainer import StreamingCheckpointCallback, hooks, place
@@ -198,6 +199,28 @@ def test_methods_are_hooked_while_a_callback_lives_and_as_before_afterwards() ->
     others.clear()
     gc.collect()
     assert {name: vars(Trainer)[name] for name in METHODS} == before
+
+
+def test_the_arguments_are_there_to_see() -> None:
+    parameters = inspect.signature(StreamingCheckpointCallback).parameters
+    assert list(parameters) == ["layout", "max_shard_size", "durable", "buffer_size", "progress"]
+    assert parameters["max_shard_size"].default == "50GB"
+    with pytest.raises(TypeError, match="max_shard_sise"):
+        StreamingCheckpointCallback(max_shard_sise="1GB")
+
+
+def test_arguments_are_looked_at_before_anything_is_trained() -> None:
+    for arguments, words in (
+        ({"layout": "packed-qkv"}, "layout= is 'packed-qkv'"),
+        ({"layout": lambda tensors: tensors}, "layout= must have an inverse, .* got the function"),
+        ({"max_shard_size": "5 gigabytes"}, "unit 'gigabytes'"),
+        ({"max_shard_size": -1}, "max_shard_size= is -1"),
+        ({"buffer_size": "much"}, "buffer_size=: size 'much'"),
+        ({"durable": "no"}, "durable= is 'no'"),
+    ):
+        with pytest.raises(HfStreamError, match=words):
+            StreamingCheckpointCallback(**arguments)
+    assert StreamingCheckpointCallback(buffer_size="1MiB").settings.buffer_size == 1 << 20
 
 
 def test_what_somebody_else_puts_over_a_hook_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def test_optional_rules_stay_so(rule: object, caplog: pytest.LogCaptureFixture) 
 def test_alternatives_must_be_rules() -> None:
     with pytest.raises(LayoutError, match="rules are wanted"):
         AnyOf([])
-    with pytest.raises(LayoutError, match="rules are wanted"):
+    with pytest.raises(TypeError, match="AnyOf: 'a' is no rule; a rule is an object, such as Rename"):
         AnyOf(["a"])  # type: ignore[list-item]
 
 

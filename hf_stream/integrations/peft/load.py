@@ -22,6 +22,7 @@ from hf_stream.integrations.transformers.hooks import Request
 from hf_stream.integrations.transformers.load import load_as_requested
 from hf_stream.layouts.lora_base_layers import BaseSlot, base_slots
 from hf_stream.lazy import LazyTensor, dressed, materialize, write_into
+from hf_stream.utils.sizes import nbytes_of
 
 _LISTED = 5
 
@@ -33,7 +34,7 @@ def load_base_model(
     layout: AnyLayout | None = None,
     strict: bool = True,
     device: torch.device | str = "cpu",
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
     **kwargs: Any,
 ) -> None:
@@ -60,7 +61,7 @@ def load_base_model(
             initialises the former and leaves the latter. Modules that the adapter trains as a whole may be missing.
             Likewise rules of the layout that find nothing.
         device: Where tensors go that were on the meta device.
-        buffer_size: Bytes in flight, at most; the inputs of one deferred operation come on top.
+        buffer_size: Bytes in flight, at most, also as "64MB"; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Raises:
@@ -77,6 +78,7 @@ def load_base_model(
         )
     if "device_map" in kwargs:
         raise CheckpointError("the model has its devices already: pass device= for what is on the meta device")
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
     request = Request(layout, strict=strict, buffer_size=buffer_size, progress=progress, lazily=True)
     kwargs = {"config": copy.deepcopy(base.config), **kwargs, "output_loading_info": True}
     found: Any = load_as_requested(request, type(base), pretrained_model_name_or_path, **kwargs)

@@ -22,8 +22,10 @@ from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.formats import encode_header
 from hf_stream.formats.shared import Shared
+from hf_stream.integrations.transformers.log_names import logged_as
 from hf_stream.layouts.lora_adapter import WEIGHTS_FILE
 from hf_stream.lazy import write_into
+from hf_stream.utils.sizes import nbytes_of
 
 _CARD = "README.md"
 _WEIGHTS = re.compile(rf"(.*/)?{re.escape(WEIGHTS_FILE)}", re.DOTALL)
@@ -36,7 +38,7 @@ def save_adapters(
     save_directory: str | os.PathLike[str],
     *args: Any,
     durable: bool | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
     **kwargs: Any,
 ) -> None:
@@ -51,13 +53,14 @@ def save_adapters(
             arguments not named here (`selected_adapters`, `save_embedding_layers`, ...), as in peft.
         durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
             the environment has HF_STREAM_DURABLE=0.
-        buffer_size: Bytes in flight, at most.
+        buffer_size: Bytes in flight, at most, also as text such as "64MB".
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Raises:
         CheckpointError: No space, or the destination cannot be used.
         CopyError: Writing failed. The destination is as it was.
     """
+    buffer_size = nbytes_of(buffer_size, "buffer_size")
     asked = inspect.signature(PeftModel.save_pretrained).bind(model, save_directory, *args, **kwargs).arguments
     if not asked.get("is_main_process", True):
         model.save_pretrained(os.fspath(save_directory), *args, **kwargs)
@@ -68,7 +71,7 @@ def save_adapters(
         if card.is_file():
             # Peft adds to the card that is there.
             shutil.copyfile(card, staging.path / _CARD)
-        with _recording() as files:
+        with _recording() as files, logged_as(staging.path, save_directory):
             model.save_pretrained(os.fspath(staging.path), *args, **kwargs)
         jobs = []
         for name, (tensors, metadata) in files.items():

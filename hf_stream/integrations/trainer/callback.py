@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils.import_utils import is_sagemaker_mp_enabled
 
+from hf_stream.checkpoint.mapping import check_layout
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
 from hf_stream.errors import CheckpointError, LayoutError
@@ -15,6 +16,9 @@ from hf_stream.integrations.trainer.place import clear_leftovers
 from hf_stream.integrations.trainer.settings import Settings
 from hf_stream.integrations.trainer.weights import layout_to_file, who_saves
 from hf_stream.layouts.composable import TwoWay, is_two_way
+from hf_stream.lazy.given import kind
+from hf_stream.storage.durability import is_durable
+from hf_stream.utils.sizes import nbytes_of
 
 # As accelerate calls them.
 _SHARDED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "XLA"}
@@ -41,18 +45,13 @@ class StreamingCheckpointCallback(TrainerCallback):
         max_shard_size: Bytes, or a string such as "5GB", for the weights.
         durable: Whether a checkpoint is on the disk, so that it outlives a loss of power, before it counts as saved and
             older ones go. None: yes, unless the environment has HF_STREAM_DURABLE=0.
-        buffer_size: Bytes in flight, at most.
+        buffer_size: Bytes in flight, at most, also as text such as "64MB".
         progress: True for a bar in bytes at each checkpoint, None for a bar on terminals only, False for none.
 
     Raises:
+        ArgumentError, ArgumentTypeError: An argument is not what it must be.
         LayoutError: The layout has no inverse.
     """
-
-    # Also when copied or unpickled, which hyperparameter search does.
-    def __new__(cls, *args: Any, **kwargs: Any) -> StreamingCheckpointCallback:
-        self = super().__new__(cls)
-        hook_for(self)
-        return self
 
     def __init__(
         self,
@@ -60,17 +59,26 @@ class StreamingCheckpointCallback(TrainerCallback):
         *,
         max_shard_size: int | str = "50GB",
         durable: bool | None = None,
-        buffer_size: int = DEFAULT_BUFFER_SIZE,
+        buffer_size: int | str = DEFAULT_BUFFER_SIZE,
         progress: bool | Progress | None = False,
     ) -> None:
+        check_layout(layout)
         if layout is not None:
             if not is_two_way(layout):
                 raise LayoutError(
-                    f"layout= must have an inverse, which resuming needs, and a {type(layout).__name__} has none; "
-                    "pass a Layout"
+                    f"layout= must have an inverse, which resuming needs, got {kind(layout)}; pass a Layout"
                 )
             layout.inverse  # noqa: B018, says what cannot be inverted
-        self.settings = Settings(layout, max_shard_size, durable, buffer_size, progress)
+        # Not only when the first checkpoint is saved.
+        nbytes_of(max_shard_size, "max_shard_size")
+        is_durable(durable)
+        self.settings = Settings(layout, max_shard_size, durable, nbytes_of(buffer_size, "buffer_size"), progress)
+        hook_for(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Hyperparameter search copies callbacks, and pickles them.
+        vars(self).update(state)
+        hook_for(self)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what cannot be saved this way while nothing is lost, and remove what a killed run has left."""

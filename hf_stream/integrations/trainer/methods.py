@@ -20,6 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from hf_stream.integrations.trainer import place, states, weights
 from hf_stream.integrations.trainer.settings import Settings
+from hf_stream.integrations.transformers.log_names import logged_as
 
 Plain = Callable[..., Any]
 
@@ -43,7 +44,10 @@ def save_checkpoint(settings: Settings, trainer: Any, plain: Plain, model: Any, 
     pushed: list[str] = []
     with saving as path:
         wait()
-        with _instead(trainer, _get_output_dir=lambda trial: str(path.parent), _push_from_checkpoint=pushed.append):
+        with (
+            _instead(trainer, _get_output_dir=lambda trial: str(path.parent), _push_from_checkpoint=pushed.append),
+            logged_as(path, target),
+        ):
             plain(model, trial)
         if state.best_global_step and (best == target or os.path.exists(best)):
             state.best_model_checkpoint = best

@@ -16,7 +16,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from hf_stream.checkpoint import AnyLayout
 from hf_stream.copying.progress import Progress
 from hf_stream.integrations.transformers.hooks import Origin, Request, current_request
-from hf_stream.integrations.transformers.load import load_whole
+from hf_stream.integrations.transformers.load import load_whole, with_dtypes
 from hf_stream.integrations.transformers.save import streamed_saves
 
 
@@ -47,7 +47,7 @@ class _StreamingAuto:
         *args: Any,
         layout: AnyLayout | None = None,
         strict: bool = False,
-        buffer_size: int | None = None,
+        buffer_size: int | str | None = None,
         progress: bool | Progress | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -58,6 +58,8 @@ class _StreamingAuto:
         request = (current_request() or Request()).changed(buffer_size, progress)
         if layout is not None:
             request = replace(request, layout=layout, strict=strict)
+
+        kwargs = with_dtypes(kwargs)
 
         def load() -> Any:
             return super(_StreamingAuto, cls).from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]

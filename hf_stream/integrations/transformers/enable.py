@@ -12,6 +12,7 @@ from hf_stream.copying.progress import Progress
 from hf_stream.integrations.transformers.hooks import Request, ask_everywhere, asking
 from hf_stream.integrations.transformers.load import streamed_loads
 from hf_stream.integrations.transformers.save import streamed_saves
+from hf_stream.utils.sizes import nbytes_of
 
 _lock = threading.Lock()
 _hooks = ExitStack()
@@ -23,7 +24,7 @@ def streaming(
     layout: AnyLayout | None = None,
     *,
     strict: bool = False,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
 ) -> Iterator[None]:
     """Have plain `from_pretrained` and `save_pretrained` of transformers stream, inside a block.
@@ -36,30 +37,31 @@ def streaming(
     Args:
         layout: Maps the tensors of each checkpoint that is loaded; what is saved goes through its inverse.
         strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
-        buffer_size: Bytes in flight, at most, in each call.
+        buffer_size: Bytes in flight, at most, in each call, also as text such as "64MB".
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     >>> with hf_stream.streaming():  # doctest: +SKIP
     ...     model = transformers.AutoModelForCausalLM.from_pretrained("org/repo")
     """
-    request = Request(layout, strict=strict, buffer_size=buffer_size, progress=progress)
+    request = Request(layout, strict=strict, buffer_size=nbytes_of(buffer_size, "buffer_size"), progress=progress)
     with streamed_loads(), streamed_saves(), asking(request):
         yield
 
 
-def enable(*, buffer_size: int = DEFAULT_BUFFER_SIZE, progress: bool | Progress | None = None) -> None:
+def enable(*, buffer_size: int | str = DEFAULT_BUFFER_SIZE, progress: bool | Progress | None = None) -> None:
     """Have plain `from_pretrained` and `save_pretrained` of transformers stream in the whole process, until `disable`.
 
     Threads that run or start meanwhile are included, processes are not. Once enabled, another call only changes the
     arguments. What a `streaming` block asks for stands inside it.
 
     Args:
-        buffer_size: Bytes in flight, at most, in each call.
+        buffer_size: Bytes in flight, at most, in each call, also as text such as "64MB".
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
     """
     global _enabled
+    request = Request(buffer_size=nbytes_of(buffer_size, "buffer_size"), progress=progress)
     with _lock:
-        ask_everywhere(Request(buffer_size=buffer_size, progress=progress))
+        ask_everywhere(request)
         if not _enabled:
             _hooks.enter_context(streamed_loads())
             _hooks.enter_context(streamed_saves())

@@ -16,8 +16,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_stream.checkpoint import AnyLayout
+from hf_stream.checkpoint.mapping import check_layout
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
+from hf_stream.utils.sizes import nbytes_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Request:
         saved_through: Maps what is saved, in place of the inverse of `layout`.
         strict: Whether a rule of a layout that finds nothing is an error, and not a warning.
         durable: Whether what is saved is forced to the disk; None for the default.
-        buffer_size: Bytes in flight, at most.
+        buffer_size: Bytes in flight, at most, also as text such as "64MB".
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
         lazily: Whether what is loaded is left in the model as lazies, for the caller to read.
         check_files: Called when all files are open; raises an error if what was read before belongs to others.
@@ -46,11 +48,15 @@ class Request:
     check_files: Callable[[], None] | None = None
     layout_used: Callable[[], None] | None = None
 
-    def changed(self, buffer_size: int | None, progress: bool | Progress | None) -> Request:
+    def __post_init__(self) -> None:
+        check_layout(self.layout)
+        check_layout(self.saved_through)
+
+    def changed(self, buffer_size: int | str | None, progress: bool | Progress | None) -> Request:
         """The same but for what is given."""
         return replace(
             self,
-            buffer_size=self.buffer_size if buffer_size is None else buffer_size,
+            buffer_size=self.buffer_size if buffer_size is None else nbytes_of(buffer_size, "buffer_size"),
             progress=self.progress if progress is None else progress,
         )
 

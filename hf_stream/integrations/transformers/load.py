@@ -23,10 +23,12 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from hf_stream.checkpoint import AnyLayout, apply_layout, open_files
 from hf_stream.checkpoint.again import State, state_of, state_of_directory, until_unchanged
+from hf_stream.checkpoint.casting import cast_target
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
-from hf_stream.errors import CheckpointError, LayoutError, LazyTensorError
+from hf_stream.errors import ArgumentTypeError, CheckpointError, LayoutError, LazyTensorError
 from hf_stream.formats.collector import collector_paused
+from hf_stream.formats.regular_files import opening
 from hf_stream.formats.shared import Shared
 from hf_stream.integrations.transformers.bin_files import bin_state, dtypes_read_here, is_bin_file
 from hf_stream.integrations.transformers.hooks import Request, asking, hooked
@@ -35,6 +37,8 @@ from hf_stream.integrations.transformers.quantized import real_inputs
 from hf_stream.layouts.transformers_engine import no_bars, no_thread_pool
 from hf_stream.layouts.transformers_speed import little_work_per_key
 from hf_stream.lazy import LazyTensor, materialize
+from hf_stream.lazy.given import kind
+from hf_stream.utils.sizes import nbytes_of
 
 Loader = Callable[..., Any]
 Model = TypeVar("Model", covariant=True)
@@ -43,6 +47,11 @@ Result = TypeVar("Result")
 # Other files in the directory, an optimizer's for one, may change at any time.
 _WHAT_TRANSFORMERS_READS: Final = re.compile(
     r".*config\.json|.*\.index(\..+)?\.json|(adapter_|pytorch_)?model[-.].*\.(bin|safetensors)", re.DOTALL
+)
+
+_CLASS_FIRST: Final = (
+    "from_pretrained takes a class of transformers first, got {}; write "
+    "hf_stream.from_pretrained(AutoModelForCausalLM, path), or hf_stream.AutoModelForCausalLM.from_pretrained(path)"
 )
 
 
@@ -54,11 +63,11 @@ class Pretrained(Protocol[Model]):
 
 def from_pretrained(
     cls: Pretrained[Model],
-    pretrained_model_name_or_path: str | os.PathLike[str] | None,
+    pretrained_model_name_or_path: str | os.PathLike[str] | None = None,
     *args: Any,
     layout: AnyLayout | None = None,
     strict: bool = False,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
     **kwargs: Any,
 ) -> Model:
@@ -70,23 +79,26 @@ def from_pretrained(
 
     Args:
         cls: A model class or an Auto class of transformers.
-        pretrained_model_name_or_path: As in transformers, like all further arguments.
+        pretrained_model_name_or_path: As in transformers, like all further arguments; None with a `state_dict`.
         layout: Maps the checkpoint's names and tensors to those that the model would have in its own checkpoint;
             transformers' conversions for the architecture then run on the result.
         strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
-        buffer_size: Bytes in flight, at most.
+        buffer_size: Bytes in flight, at most, also as text such as "64MB".
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Returns:
         What `cls.from_pretrained` returns.
 
     Raises:
+        ArgumentTypeError: The class was forgotten, for one.
         LayoutError: The layout does not fit the checkpoint, or cannot be combined with the other arguments.
         FormatError, CheckpointError, CopyError: The files cannot be used or read.
 
     >>> model = hf_stream.from_pretrained(AutoModelForCausalLM, "org/repo", dtype="auto")  # doctest: +SKIP
     """
-    request = Request(layout, strict=strict, buffer_size=buffer_size, progress=progress)
+    if not hasattr(cls, "from_pretrained"):
+        raise ArgumentTypeError(_CLASS_FIRST.format(kind(cls)))
+    request = Request(layout, strict=strict, buffer_size=nbytes_of(buffer_size, "buffer_size"), progress=progress)
     return load_as_requested(request, cls, pretrained_model_name_or_path, *args, **kwargs)
 
 
@@ -99,6 +111,7 @@ def load_as_requested(
         # Transformers may read all of it before it loads the model.
         raise _conflict("a GGUF file")
     used = False
+    kwargs = with_dtypes(kwargs)
 
     def note() -> None:
         nonlocal used
@@ -112,6 +125,27 @@ def load_as_requested(
             "convert the checkpoint first, with hf_stream.convert"
         )
     return loaded
+
+
+def with_dtypes(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` in which dtypes that have short names here, such as "bf16", are dtypes.
+
+    Raises:
+        ArgumentError: A name is not known, or weights cannot be of that type.
+    """
+    known = dict(kwargs)
+    for argument in {"dtype", "torch_dtype"} & kwargs.keys():
+        value = kwargs[argument]
+        if isinstance(value, Mapping):
+            known[argument] = {part: _as_known(dtype) for part, dtype in value.items()}
+        else:
+            known[argument] = _as_known(value)
+    return known
+
+
+def _as_known(dtype: Any) -> Any:
+    # None, "auto" and what is no dtype at all is for transformers to judge.
+    return cast_target(dtype) if isinstance(dtype, torch.dtype | str) and dtype != "auto" else dtype
 
 
 def load_whole(
@@ -235,7 +269,8 @@ def _open(
             raise CheckpointError(f"'{name}' was replaced while it was being opened; load it again")
         return loaded
 
-    loaded = until_unchanged(attempt, lambda: state_of(files), name)
+    with opening(name):
+        loaded = until_unchanged(attempt, lambda: state_of(files), name)
     return {name: _lazy(tensor) for name, tensor in loaded.items()}
 
 

@@ -19,16 +19,19 @@ from hf_stream.checkpoint.save import write_files
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
-from hf_stream.errors import LayoutError
+from hf_stream.errors import ArgumentTypeError, LayoutError, WriteError, because_of
 from hf_stream.formats import SAFE_WEIGHTS_INDEX, add_variant
 from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.shared import Shared
 from hf_stream.integrations.transformers.hooks import Request, asking, hooked
+from hf_stream.integrations.transformers.log_names import logged_as
 from hf_stream.integrations.transformers.pushed import pushed
 from hf_stream.integrations.transformers.recorded import Recording, recording
 from hf_stream.layouts.composable import is_two_way
 from hf_stream.layouts.transformers_engine import no_bars
 from hf_stream.layouts.transformers_speed import little_work_per_key
+from hf_stream.lazy.given import kind
+from hf_stream.utils.sizes import nbytes_of
 
 
 def save_pretrained(
@@ -38,7 +41,7 @@ def save_pretrained(
     layout: AnyLayout | None = None,
     strict: bool = False,
     durable: bool | None = None,
-    buffer_size: int = DEFAULT_BUFFER_SIZE,
+    buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
     **kwargs: Any,
 ) -> None:
@@ -58,7 +61,7 @@ def save_pretrained(
         strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
             the environment has HF_STREAM_DURABLE=0.
-        buffer_size: Bytes in flight, at most.
+        buffer_size: Bytes in flight, at most, also as text such as "64MB".
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Raises:
@@ -66,6 +69,12 @@ def save_pretrained(
         CheckpointError: No space, the destination cannot be used, or something to save is no tensor.
         CopyError: Writing failed. The destination is as it was.
     """
+    nbytes = nbytes_of(buffer_size, "buffer_size")
+    if not hasattr(model, "save_pretrained"):
+        raise ArgumentTypeError(
+            f"save_pretrained takes a model of transformers first, got {kind(model)}; for other modules, and for "
+            "tensors, use hf_stream.save_checkpoint(module.state_dict(), directory)"
+        )
     if layout is not None and not isinstance(model, PreTrainedModel):
         raise LayoutError(
             f"{type(model).__name__} is no model class of transformers and takes no layout; "
@@ -75,11 +84,9 @@ def save_pretrained(
     if peft is not None and isinstance(model, peft.PeftModel):
         from hf_stream.integrations.peft import save_adapters
 
-        save_adapters(
-            model, save_directory, *args, durable=durable, buffer_size=buffer_size, progress=progress, **kwargs
-        )
+        save_adapters(model, save_directory, *args, durable=durable, buffer_size=nbytes, progress=progress, **kwargs)
         return
-    request = Request(saved_through=layout, strict=strict, durable=durable, buffer_size=buffer_size, progress=progress)
+    request = Request(saved_through=layout, strict=strict, durable=durable, buffer_size=nbytes, progress=progress)
     with streamed_saves(), asking(request):
         model.save_pretrained(save_directory, *args, **kwargs)
 
@@ -100,7 +107,7 @@ def stream_save(
     distributed_checkpoint: bool = False,
     *,
     durable: bool | None = None,
-    buffer_size: int | None = None,
+    buffer_size: int | str | None = None,
     progress: bool | Progress | None = None,
     **kwargs: Any,
 ) -> None:
@@ -121,6 +128,7 @@ def stream_save(
             save(model, save_directory, is_main_process, state_dict, **options, **kwargs)
         return
     if not model.should_save_on_this_rank(is_main_process):
+        _make_directory(save_directory)  # as transformers does
         return
     if layout is not None:
         # One file: what the layout makes of the tensors is spread over files afterwards.
@@ -133,7 +141,7 @@ def stream_save(
     try:
         with pushed(model, save_directory, token=token, **kwargs) if push_to_hub else nullcontext():
             with asking(None), no_bars(), collector_paused(), little_work_per_key():
-                with recording(lazy=not quantized) as record:
+                with logged_as(staging.path, save_directory), recording(lazy=not quantized) as record:
                     save(model, staging.path, state_dict=state_dict, **options)
                 files, tensors = _files(record, model, layout, request.strict, max_shard_size, variant)
             write_files(staging, files, tensors, buffer_size=request.buffer_size, progress=request.progress)
@@ -142,6 +150,14 @@ def stream_save(
 
 
 streamed_saves = Shared(lambda: hooked("save_pretrained", stream_save))
+
+
+def _make_directory(directory: str | os.PathLike[str]) -> None:
+    try:
+        os.makedirs(directory, exist_ok=True)
+    except OSError as error:
+        fact = f"cannot be made: {error.strerror}; save elsewhere, or remedy that"
+        raise because_of(error, f"'{os.fspath(directory)}' {fact}", WriteError) from error
 
 
 def _files(

@@ -107,7 +107,7 @@ def plan_conversion(
             nesting = open_nesting(given_path(source), skip_unreadable=skip_unreadable)
             if nesting is not None:
                 return _plan_nesting(nesting, file, max_shard_size)
-        checkpoint = open_checkpoint(source, key=key, prefer_safetensors=False)
+        checkpoint = open_checkpoint(source, key=key, prefer_safetensors=False, skip_unreadable=skip_unreadable)
     with collector_paused():
         names = select_names(checkpoint, allow_patterns, ignore_patterns, where=checkpoint.path)
         tensors, matches = map_tensors(layout, {name: checkpoint[name] for name in names})
@@ -198,7 +198,8 @@ def convert(
             them; `max_shard_size` means nothing there. None: what is natural for the layout, which is "torchscript"
             for `swift_transformer` and "safetensors" for all others.
         nested: Whether to write all that a file of torch.save or of OLMo holds into a directory as well.
-        skip_unreadable: Whether to leave out what OLMo pickled and is no plain value, as `open_nested` does.
+        skip_unreadable: Whether to leave out, with a warning, what is neither a tensor nor a plain value in a file of
+            torch.save or OLMo, as `open_checkpoint` and `open_nested` do.
         strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         resume: Whether to take up a run that was cut short, if it was to write the very same: shards that it finished
             are kept. Without it, and after any change of the source or the layout, everything is written anew.

@@ -30,7 +30,7 @@ from hf_stream.checkpoint.recovery import check_settled
 from hf_stream.checkpoint.save import reserve
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.checkpoint.state_files import is_structured, open_safetensors_state, open_state
-from hf_stream.checkpoint.torch_file import open_torch_file
+from hf_stream.checkpoint.torch_nesting import open_torch_file
 from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
@@ -129,8 +129,9 @@ def open_nested(path: str | os.PathLike[str], *, prefer_safetensors: bool = True
         prefer_safetensors: Whether to read, in the place of a file of torch.save, the safetensors file of the same name
             beside it, if that was made of it (or, where it does not say so, is not older) and holds the same tensors
             and values by their types and shapes. If the file itself is not there, the other one is read.
-        skip_unreadable: Whether to leave out, with a warning, what in a file of OLMo is a pickle of more than plain
-            values, instead of refusing the file.
+        skip_unreadable: Whether to leave out, with a warning, what is neither a tensor with plain bytes nor a plain
+            value, instead of refusing the file: objects and sparse tensors in a file of torch.save (in lists and
+            tuples None takes their places), values of OLMo that are pickles of such.
 
     Returns:
         The nesting, with LazyTensors at its leaves. The same tensor in two places is the same LazyTensor; views that
@@ -196,8 +197,11 @@ def _find(path: Path, prefer_safetensors: bool, skip_unreadable: bool) -> tuple[
     def state_of(file: Path) -> Any:
         return open_safetensors_state(file, skip_unreadable=skip_unreadable)
 
+    def torch_state_of(file: Path) -> Any:
+        return open_torch_file(file, skip_unreadable=skip_unreadable)
+
     if path.suffix in TORCH_SUFFIXES and not path.is_dir():
-        beside = prefer_safetensors and open_beside(path, state_of, open_torch_file, first_difference)
+        beside = prefer_safetensors and open_beside(path, state_of, torch_state_of, first_difference)
         if beside:
             other, state = beside
             return other, _OURS if is_structured(other) else state

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hf_stream.checkpoint.beside import open_beside
-from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles
+from hf_stream.checkpoint.files import CheckpointFiles
 from hf_stream.checkpoint.nested_leaves import ARRAY, LeafReader, LeafWriter
 from hf_stream.checkpoint.nested_structure import (
     STATE_FILE,
@@ -25,9 +25,9 @@ from hf_stream.checkpoint.nested_structure import (
 )
 from hf_stream.checkpoint.nested_walk import first_difference, load_state
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
-from hf_stream.checkpoint.paths import given_path
+from hf_stream.checkpoint.paths import given_path, place_of
 from hf_stream.checkpoint.recovery import check_settled
-from hf_stream.checkpoint.save import reserve
+from hf_stream.checkpoint.save import finish, reserve
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.checkpoint.state_files import is_structured, open_safetensors_state, open_state
 from hf_stream.checkpoint.torch_nesting import open_torch_file
@@ -40,9 +40,7 @@ from hf_stream.formats.nested import decode_structure, encode_structure
 from hf_stream.formats.shards import shard_pattern
 from hf_stream.lazy import materialize, write_into
 
-_SUFFIX: Final = ".safetensors"
 _INDEX: Final = STATE_FILE + ".index.json"
-_NO_LIMIT: Final = 1 << 63
 _OURS: Final = object()
 
 
@@ -90,12 +88,7 @@ def save_nested(
     >>> hf_stream.load_nested(path)
     {'state': {0: {'exp_avg': tensor([1., 1.])}}, 'betas': (0.9, 0.999)}
     """
-    target = given_path(path)
-    single = target.suffix == _SUFFIX
-    if single and max_shard_size is not None:
-        raise CheckpointError(
-            f"'{target}' is to be one file, whatever its size; pass a directory, or no max_shard_size"
-        )
+    place, file = place_of(path)
     with collector_paused():
         writer = LeafWriter()
         tree = encode_structure(state, writer)
@@ -103,22 +96,20 @@ def save_nested(
         metadata = structure_metadata(tree, tensors)
         files = CheckpointFiles.plan(
             tensors,
-            max_shard_size=_NO_LIMIT if single else max_shard_size or DEFAULT_MAX_SHARD_SIZE,
+            max_shard_size=max_shard_size,
             metadata=metadata,
-            pattern=shard_pattern(target.name if single else STATE_FILE),
+            file=file,
+            pattern=shard_pattern(STATE_FILE),
         )
-    directory, file = (target.parent, target.name) if single else (target, None)
-    staging = Staging(directory, file=file, durable=durable)
+    staging = Staging(place, file=file, durable=durable)
     try:
         jobs = [(tensors[name], region, name) for name, region in reserve(staging, files).items()]
         write_into(jobs, buffer_size=buffer_size, progress=progress, desc="Saving")
-        for shard in files.shards:
-            staging.finish(shard.name)
-        staging.commit(entry=files.entry, stale=None if single else files.family)
+        finish(staging, files)
     except BaseException:
         staging.abandon()
         raise
-    return target
+    return Path(path)
 
 
 def open_nested(path: str | os.PathLike[str], *, prefer_safetensors: bool = True, skip_unreadable: bool = False) -> Any:

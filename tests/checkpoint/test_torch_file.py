@@ -460,7 +460,7 @@ class _Inner(torch.nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_torchscript_archives_are_read_without_their_code(tmp_path: Path) -> None:
     module = torch.nn.Sequential(_Inner(), _Inner())
     module[1].linear.weight = module[0].linear.weight

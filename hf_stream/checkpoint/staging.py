@@ -121,6 +121,7 @@ class Staging:
                 f"'{self.directory / name}': cannot reserve {nbytes} bytes: {error.strerror}; "
                 "make room, or save elsewhere"
             ) from error
+        storage.name = os.fspath(self.directory / name)  # where errors look for it, and users
         if self._durable:
             self._writeback.add(place)
         return storage

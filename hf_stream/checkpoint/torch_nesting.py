@@ -79,7 +79,7 @@ def nesting_of(file: TorchFile, *, skip_unreadable: bool = False) -> Any:
             "'%s': %d values are left out (in lists and tuples, None takes their places): %s",
             file.name,
             nesting.left_out,
-            "; ".join(nesting.listed),
+            "; ".join(nesting.listed) + (", ..." if nesting.left_out > len(nesting.listed) else ""),
         )
     return state
 

@@ -74,12 +74,13 @@ def named_tensors(state: Any, key: Key | None, name: str, *, skip_unreadable: bo
     left_out = [(at, item) for at, item in _items(found) if _is_unreadable(at, item)]
     if left_out:
         facts = [_fact(at, item) for at, item in left_out[:_LISTED]]
+        more = ", ..." if len(left_out) > _LISTED else ""
         if not skip_unreadable:
             raise FormatError(
                 f"{where}: {facts[0]}. Pass skip_unreadable (--skip-unreadable on the command line) to leave such "
                 f"values out. {LOAD_ONCE}"
             )
-        logger.warning("%s: %d values are left out: %s", where, len(left_out), "; ".join(facts))
+        logger.warning("%s: %d values are left out: %s", where, len(left_out), "; ".join(facts) + more)
         tensors = [(at, item) for at, item in tensors if not _is_unreadable(at, item)]
     named = {at if type(at) is str else path_of(() if at is None else (at,)): tensor for at, tensor in tensors}
     if len(named) < len(tensors):

@@ -12,7 +12,7 @@ import torch
 
 def jit_load(path: Path) -> Any:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*torch.jit.load.* is deprecated", DeprecationWarning)
+        warnings.filterwarnings("ignore", ".*torch.jit.load.* is deprecated")  # which class of warning depends on torch
         return torch.jit.load(path)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from samples import same_bits
 
-from hf_stream.checkpoint.torch_file import open_torch_file
+from hf_stream.checkpoint.torch_nesting import open_torch_file
 from hf_stream.errors import CopyError, FormatError
 from hf_stream.lazy import reads
 

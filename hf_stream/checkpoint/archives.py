@@ -51,6 +51,9 @@ class ArchiveFile:
         del name
         return self._file.plain(self._record)
 
+    def close(self) -> None:
+        self._file.close()
+
 
 def find_archives(directory: Path, names: Iterable[str]) -> dict[str, Path]:
     """Those of a directory's files that hold one tensor each, to judge by their names.

@@ -11,8 +11,6 @@ from hf_stream.checkpoint.origin import ORIGIN, origin_of
 from hf_stream.checkpoint.weight_files import SAFETENSORS_SUFFIX, WeightFile
 from hf_stream.errors import FormatError, HfStreamError
 from hf_stream.formats import read_header
-from hf_stream.formats.regular_files import open_regular
-from hf_stream.formats.zip_records import SIGNATURE
 from hf_stream.storage.file import FileStorage
 
 logger = logging.getLogger(__name__)
@@ -53,7 +51,7 @@ def open_beside(
 ) -> tuple[Path, Opened] | None:
     """Open what is beside a file of torch.save in its place, if it is the same by all that can be told without reading.
 
-    A file of torch.save that cannot be opened itself, or only by loading all of it, is not compared.
+    A file of torch.save that cannot be opened itself is not compared.
 
     Args:
         path: The file of torch.save.
@@ -78,7 +76,7 @@ def open_beside(
         return None
     fact = _differs(path, opened, open_torch, difference)
     if fact is not None:
-        logger.warning("'%s' is not read in the place of '%s', and is no conversion of it: %s", other, path.name, fact)
+        logger.warning("'%s' is not read in the place of '%s', as it holds something else: %s", other, path.name, fact)
         return None
     logger.info("'%s' is read in the place of '%s'", other, path.name)
     return other, opened
@@ -100,7 +98,7 @@ def _differs(
     open_torch: Callable[[Path], Opened],
     difference: Callable[[Opened, Opened], str | None],
 ) -> str | None:
-    if not path.exists() or not _is_zip(path):
+    if not path.exists():
         return None
     try:
         itself = open_torch(path)
@@ -115,8 +113,3 @@ def _noted_origin(other: Path) -> str | None:
         return read_header(other).metadata.get(ORIGIN)
     except FormatError:
         return None  # said by who opens it
-
-
-def _is_zip(path: Path) -> bool:
-    with open(open_regular(path), "rb") as file:
-        return file.read(len(SIGNATURE)) == SIGNATURE

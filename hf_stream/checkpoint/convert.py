@@ -115,7 +115,8 @@ def plan_conversion(
         if parts:
             check_components(Path(source), parts, file=file, key=key, layout=layout, format=format)
         else:
-            parts = {"": open_checkpoint(source, key=key, prefer_safetensors=False)}
+            opened = open_checkpoint(source, key=key, prefer_safetensors=False, skip_unreadable=skip_unreadable)
+            parts = {"": opened}
     with collector_paused():
         checkpoint = joined(parts)
         names = select_names(checkpoint, allow_patterns, ignore_patterns, where=checkpoint.path)
@@ -203,7 +204,8 @@ def convert(
             them; `max_shard_size` means nothing there. None: what is natural for the layout, which is "torchscript"
             for `swift_transformer` and "safetensors" for all others.
         nested: Whether to write all that a file of torch.save or of OLMo holds into a directory as well.
-        skip_unreadable: Whether to leave out what OLMo pickled and is no plain value, as `open_nested` does.
+        skip_unreadable: Whether to leave out, with a warning, what is neither a tensor nor a plain value in a file of
+            torch.save or OLMo, as `open_checkpoint` and `open_nested` do.
         strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         resume: Whether to take up a run that was cut short, if it was to write the very same: shards that it finished
             are kept. Without it, and after any change of the source or the layout, everything is written anew.

@@ -17,6 +17,8 @@ from hf_stream.formats.torchscript import TensorArchive
 
 DEFAULT_MAX_SHARD_SIZE = "5GB"
 DEFAULT_PATTERN = shard_pattern()
+_NO_LIMIT = 1 << 63
+_NOTHING = re.compile("(?!)")
 
 
 class TensorLike(Protocol):
@@ -51,7 +53,7 @@ class CheckpointFiles:
         shards: In order.
         small: Other files by name: the index, where there are several shards.
         entry: The file that makes a directory loadable: the index, or the only shard.
-        family: Matches every weight file that an earlier save under these names may have left.
+        family: Matches every weight file that an earlier save under these names may have left, and that is to go.
     """
 
     shards: tuple[ShardFile, ...]
@@ -64,8 +66,9 @@ class CheckpointFiles:
         cls,
         specs: Mapping[str, TensorLike],
         *,
-        max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+        max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
+        file: str | None = None,
         pattern: str = DEFAULT_PATTERN,
         index: str | None = None,
         index_metadata: Mapping[str, object] | None = None,
@@ -76,8 +79,10 @@ class CheckpointFiles:
 
         Args:
             specs: Anything with a shape and a dtype, by name.
-            max_shard_size: Bytes, or a string such as "5GB"; a larger tensor gets a shard of its own.
+            max_shard_size: Bytes, or a string such as "5GB", which is the default; a larger tensor gets a shard of its
+                own.
             metadata: Text entries for each file's header; `format: pt` is added, as transformers does.
+            file: The name of the one file that takes all tensors, and leaves all other files alone.
             pattern: File name with `{suffix}` where the shard number goes.
             index: File name of the index; the single file's name with ".index.json" after it by default.
             index_metadata: More entries for the index's metadata, before `total_size`.
@@ -86,7 +91,16 @@ class CheckpointFiles:
 
         Raises:
             FormatError: The format cannot hold a name, a type or a shape.
+            CheckpointError: There is one file, and `max_shard_size` as well.
         """
+        if file is not None:
+            if max_shard_size is not None:
+                raise CheckpointError(
+                    f"'{file}' is to be one file, whatever its size; pass a directory, or no max_shard_size"
+                )
+            pattern, max_shard_size = shard_pattern(file), _NO_LIMIT
+        elif max_shard_size is None:
+            max_shard_size = DEFAULT_MAX_SHARD_SIZE
         own = {name: math.prod(spec.shape) * spec.dtype.itemsize for name, spec in specs.items()}
         split = split_into_shards({**own, **(sizes or {})}, max_shard_size, pattern, groups)
         metadata = {"format": "pt", **(metadata or {})}
@@ -94,10 +108,10 @@ class CheckpointFiles:
         index = index or single + ".index.json"
         shards = []
         # No tensors make no shard, but a file without tensors is a checkpoint as well.
-        for file, names in (split.filename_to_tensors or {single: []}).items():
+        for shard, names in (split.filename_to_tensors or {single: []}).items():
             prefix, header = encode_header({name: (specs[name].dtype, specs[name].shape) for name in names}, metadata)
-            shards.append(ShardFile(file, prefix, header))
-        stale = family(pattern, index)
+            shards.append(ShardFile(shard, prefix, header))
+        stale = family(pattern, index) if file is None else _NOTHING
         if not split.is_sharded:
             return cls(tuple(shards), {}, single, stale)
         content = encode_index(split.tensor_to_filename, {**(index_metadata or {}), **split.metadata})

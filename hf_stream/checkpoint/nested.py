@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from hf_stream.checkpoint.beside import open_beside
-from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles
+from hf_stream.checkpoint.files import CheckpointFiles
 from hf_stream.checkpoint.nested_leaves import ARRAY, LeafReader, LeafWriter
 from hf_stream.checkpoint.nested_structure import (
     STATE_FILE,
@@ -25,12 +25,12 @@ from hf_stream.checkpoint.nested_structure import (
 )
 from hf_stream.checkpoint.nested_walk import first_difference, load_state
 from hf_stream.checkpoint.open import Checkpoint, open_checkpoint
-from hf_stream.checkpoint.paths import given_path
+from hf_stream.checkpoint.paths import given_path, place_of
 from hf_stream.checkpoint.recovery import check_settled
-from hf_stream.checkpoint.save import reserve
+from hf_stream.checkpoint.save import finish, reserve
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.checkpoint.state_files import is_structured, open_safetensors_state, open_state
-from hf_stream.checkpoint.torch_file import open_torch_file
+from hf_stream.checkpoint.torch_nesting import open_torch_file
 from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
@@ -43,9 +43,7 @@ from hf_stream.formats.shards import shard_pattern
 from hf_stream.lazy import materialize, write_into
 from hf_stream.utils.sizes import nbytes_of
 
-_SUFFIX: Final = ".safetensors"
 _INDEX: Final = STATE_FILE + ".index.json"
-_NO_LIMIT: Final = 1 << 63
 _OURS: Final = object()
 
 
@@ -94,16 +92,9 @@ def save_nested(
     {'state': {0: {'exp_avg': tensor([1., 1.])}}, 'betas': (0.9, 0.999)}
     """
     buffer_size = nbytes_of(buffer_size, "buffer_size")
-    target = given_path(path)
-    single = target.suffix == _SUFFIX
+    place, file = place_of(path)
     if fact := unwritten(path):
         raise CheckpointError(fact)
-    if single and max_shard_size is not None:
-        raise CheckpointError(
-            f"'{target}' is to be one file, whatever its size; pass a directory, or no max_shard_size"
-        )
-    if max_shard_size is None:
-        max_shard_size = DEFAULT_MAX_SHARD_SIZE
     with collector_paused():
         writer = LeafWriter()
         tree = encode_structure(state, writer)
@@ -111,22 +102,20 @@ def save_nested(
         metadata = structure_metadata(tree, tensors)
         files = CheckpointFiles.plan(
             tensors,
-            max_shard_size=_NO_LIMIT if single else max_shard_size,
+            max_shard_size=max_shard_size,
             metadata=metadata,
-            pattern=shard_pattern(target.name if single else STATE_FILE),
+            file=file,
+            pattern=shard_pattern(STATE_FILE),
         )
-    directory, file = (target.parent, target.name) if single else (target, None)
-    staging = Staging(directory, file=file, durable=durable)
+    staging = Staging(place, file=file, durable=durable)
     try:
         jobs = [(tensors[name], region, name) for name, region in reserve(staging, files).items()]
         write_into(jobs, buffer_size=buffer_size, progress=progress, desc="Saving")
-        for shard in files.shards:
-            staging.finish(shard.name)
-        staging.commit(entry=files.entry, stale=None if single else files.family)
+        finish(staging, files)
     except BaseException:
         staging.abandon()
         raise
-    return target
+    return Path(path)
 
 
 def open_nested(path: str | os.PathLike[str], *, prefer_safetensors: bool = True, skip_unreadable: bool = False) -> Any:
@@ -137,8 +126,9 @@ def open_nested(path: str | os.PathLike[str], *, prefer_safetensors: bool = True
         prefer_safetensors: Whether to read, in the place of a file of torch.save, the safetensors file of the same name
             beside it, if that was made of it (or, where it does not say so, is not older) and holds the same tensors
             and values by their types and shapes. If the file itself is not there, the other one is read.
-        skip_unreadable: Whether to leave out, with a warning, what in a file of OLMo is a pickle of more than plain
-            values, instead of refusing the file.
+        skip_unreadable: Whether to leave out, with a warning, what is neither a tensor with plain bytes nor a plain
+            value, instead of refusing the file: objects and sparse tensors in a file of torch.save (in lists and
+            tuples None takes their places), values of OLMo that are pickles of such.
 
     Returns:
         The nesting, with LazyTensors at its leaves. The same tensor in two places is the same LazyTensor; views that
@@ -207,8 +197,11 @@ def _find(path: Path, prefer_safetensors: bool, skip_unreadable: bool) -> tuple[
     def state_of(file: Path) -> Any:
         return open_safetensors_state(file, skip_unreadable=skip_unreadable)
 
+    def torch_state_of(file: Path) -> Any:
+        return open_torch_file(file, skip_unreadable=skip_unreadable)
+
     if path.suffix in TORCH_SUFFIXES and not path.is_dir():
-        beside = prefer_safetensors and open_beside(path, state_of, open_torch_file, first_difference)
+        beside = prefer_safetensors and open_beside(path, state_of, torch_state_of, first_difference)
         if beside:
             other, state = beside
             return other, _OURS if is_structured(other) else state

@@ -23,7 +23,7 @@ _FOLLOWED: Final = (*_CONTAINERS, torch.Tensor)
 def first_difference(a: Any, b: Any) -> str | None:
     """The place where two nestings differ, in words, or None.
 
-    Tensors are compared by type and shape, other values exactly; containers only by the keys that lead to leaves.
+    Tensors are compared by type and shape, other values exactly; of dicts neither the class nor the order counts.
     """
     todo: list[tuple[Way | None, int, Any, Any]] = [(None, 0, a, b)]
     same: set[tuple[int, int]] = set()
@@ -31,43 +31,40 @@ def first_difference(a: Any, b: Any) -> str | None:
         way, depth, there, here = todo.pop()
         if depth > MAX_DEPTH:
             return f"'{path_of(keys_of(way)[:3])}' nests deeper than {MAX_DEPTH} levels, or without end"
-        if type(there) not in _CONTAINERS and type(here) not in _CONTAINERS:
-            if not _alike(there, here):
-                return f"'{path_of(keys_of(way))}' is another one"
-            continue
-        if (id(there), id(here)) in same:
+        kind = _kind(there)
+        if kind is not _kind(here) or (kind is None and not _alike(there, here)):
+            return f"'{path_of(keys_of(way))}' is another one"
+        if kind is None or (id(there), id(here)) in same:
             continue
         same.add((id(there), id(here)))
-        theirs, ours = _as_dict(there), _as_dict(here)
+        theirs, ours = dict(_items(there)), dict(_items(here))
         for one, other, fact in ((theirs, ours, "is missing"), (ours, theirs, "is new")):
             for key, value in one.items():
-                if key not in other and (leaf := _first_leaf(Way(way, key), value)):
-                    return f"'{path_of(leaf)}' {fact}"
-        if (type(there) in _CONTAINERS) != (type(here) in _CONTAINERS):
-            return f"'{path_of(keys_of(way))}' is another one"
-        todo.extend((Way(way, key), depth + 1, theirs[key], ours[key]) for key in reversed(theirs) if key in ours)
+                if key not in other:
+                    return f"'{path_of(_first_leaf(Way(way, key), value))}' {fact}"
+        todo.extend((Way(way, key), depth + 1, theirs[key], ours[key]) for key in reversed(theirs))
     return None
 
 
-def _as_dict(value: Any) -> Mapping[Any, Any]:
-    """A container's items by their keys; a leaf has none."""
+def _kind(value: Any) -> type | None:
+    """Dict, list or tuple; None for a leaf."""
     if isinstance(value, dict):
-        return value
-    return dict(enumerate(value)) if type(value) in _CONTAINERS else {}
+        return dict
+    return type(value) if type(value) in _CONTAINERS else None
 
 
-def _first_leaf(way: Way | None, state: Any) -> Keys | None:
-    """The keys that lead to a value that is no container, or None if there is none."""
-    todo: list[tuple[Way | None, Any]] = [(way, state)]
+def _first_leaf(way: Way, state: Any) -> Keys:
+    """The keys that lead to a value that is no container, or an empty one; to the state itself if it holds none."""
+    todo: list[tuple[Way, Any]] = [(way, state)]
     seen = set()
     while todo:
-        way, value = todo.pop()
-        if type(value) not in _CONTAINERS:
-            return keys_of(way)
+        inner, value = todo.pop()
+        if _kind(value) is None or not value:
+            return keys_of(inner)
         if id(value) not in seen:
             seen.add(id(value))
-            todo.extend((Way(way, key), item) for key, item in reversed([*_items(value)]))
-    return None
+            todo.extend((Way(inner, key), item) for key, item in reversed([*_items(value)]))
+    return keys_of(way)
 
 
 def load_state(

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, overload
 
 from hf_stream.checkpoint.again import State, state_of, state_of_directory, until_unchanged
 from hf_stream.checkpoint.archives import ArchiveFile, find_archives
@@ -53,7 +53,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     Only headers are read. The files stay open while the process has few open (half of what `ulimit -n` allows):
     replacing or deleting them later does no harm. Of more files, reading one that was replaced is an error, and never
-    gives other values. A tensor read twice is the same object twice.
+    gives other values. A tensor read twice is the same object twice. A `with` block closes the files at its end.
 
     Args:
         path: What errors call the checkpoint.
@@ -61,6 +61,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         weight_map: Which file counts for a name that several have.
         key: Of the tensors in files of torch.save.
         verify: Whether to compare files of torch.save with their checksums.
+        skip_unreadable: Whether to leave out what stands among the tensors in files of torch.save and cannot be read.
         in_parts: Whether tensors of one name in several files are parts of one.
         in_folders: Whether tensors are named after the folder of their file as well.
         archives: Whether the files are TorchScript archives of one tensor each, named after it.
@@ -81,6 +82,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         *,
         key: Key | None = None,
         verify: bool = False,
+        skip_unreadable: bool = False,
         in_parts: bool = False,
         in_folders: bool = False,
         archives: bool = False,
@@ -104,7 +106,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             elif archives:
                 self.files[file] = ArchiveFile(location, verify=verify)
             else:
-                self.files[file] = open_file(location, key=key, verify=verify)
+                self.files[file] = open_file(location, key=key, verify=verify, skip_unreadable=skip_unreadable)
             self.metadata = {**self.files[file].metadata, **self.metadata}
         if in_parts:
             for file, names in zip(files, part_names([file.names for file in self.files.values()]), strict=True):
@@ -134,6 +136,20 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def directory(self) -> Path:
         """Where the files are, and what lies beside them."""
         return self.location if self.location.is_dir() else self.location.parent
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files: from then on, reading a tensor that is still lazy is a `CopyError`.
+
+        Names and shapes stay known, and tensors that are materialized, or mapped into memory, stay as they are.
+        """
+        for file in self.files.values():
+            file.close()
 
     def check_unchanged(self) -> None:
         """Refuse files that are not as they were when they were opened.
@@ -234,6 +250,7 @@ def open_checkpoint(
     key: Key | None = None,
     verify: bool = False,
     prefer_safetensors: bool = True,
+    skip_unreadable: bool = False,
 ) -> Checkpoint:
     """Open a checkpoint; reads headers and nothing else.
 
@@ -254,18 +271,23 @@ def open_checkpoint(
         prefer_safetensors: Whether to read, in the place of one file of torch.save, the safetensors file of the same
             name beside it, if that was made of it (or, where it does not say so, is not older) and has the same names,
             types and shapes, and if the file is not to be verified. If there is no such file, the other one is read.
+        skip_unreadable: Whether to leave out, with a warning, what stands among the tensors in a file of torch.save and
+            is neither a tensor with plain bytes nor a plain value. Elsewhere in the file it may be in any case.
 
     Returns:
-        A mapping of names to LazyTensors: `checkpoint["lm_head.weight"][:8].materialize()` reads eight rows.
+        A mapping of names to LazyTensors: `checkpoint["lm_head.weight"][:8].materialize()` reads eight rows. As a
+        context manager it closes its files.
 
     Raises:
-        FormatError: A header, a pickle or the index is not what its format says, or wants to run code.
+        FormatError: A header, a pickle or the index is not what its format says, or something among the tensors cannot
+            be read. Nothing in a file is ever run.
         CheckpointError: There is nothing to open, a shard is missing, a shard lacks a tensor that the index says it
             has, two files hold one name, the key is missing or wrong, or the files are being replaced.
     """
     path = given_path(source)
+    how: _How = {"key": key, "verify": verify, "skip_unreadable": skip_unreadable}
     with opening(path):
-        return until_unchanged(lambda: _open(path, key, verify, prefer_safetensors), lambda: _state(path), path)
+        return until_unchanged(lambda: _open(path, how, prefer_safetensors), lambda: _state(path), path)
 
 
 def _state(path: Path) -> State:
@@ -274,21 +296,34 @@ def _state(path: Path) -> State:
     return state_of_directory(path if path.is_dir() else path.parent)
 
 
-def _open(path: Path, key: Key | None, verify: bool, prefer_safetensors: bool) -> Checkpoint:
+class _How(TypedDict):
+    """How files are opened: arguments of `Checkpoint`."""
+
+    key: Key | None
+    verify: bool
+    skip_unreadable: bool
+
+
+def _open(path: Path, how: _How, prefer_safetensors: bool) -> Checkpoint:
     if path.is_dir():
         check_settled(path)
-        return _open_directory(path, key, verify)
-    if path.suffix in TORCH_SUFFIXES and prefer_safetensors and not verify and (beside := _open_beside(path, key)):
+        return _open_directory(path, how)
+    if (
+        path.suffix in TORCH_SUFFIXES
+        and prefer_safetensors
+        and not how["verify"]
+        and (beside := _open_beside(path, how))
+    ):
         return beside
     if not path.exists():
         if is_pattern(str(path)):
-            return _open_parts(path, key, verify)
+            return _open_parts(path, how)
         raise MissingError(no_such_path(path))
     if _INDEX.fullmatch(path.name) or _BIN_INDEX.fullmatch(path.name):
         check_settled(path.parent)
-        return _open_index(path, path, key, verify)
+        return _open_index(path, path, how)
     if path.suffix == _SUFFIX or path.suffix in TORCH_SUFFIXES:
-        return Checkpoint(path, {path.name: path}, key=key, verify=verify)
+        return Checkpoint(path, {path.name: path}, **how)
     if fact := unread(path):
         raise CheckpointError(fact)
     raise CheckpointError(
@@ -297,11 +332,11 @@ def _open(path: Path, key: Key | None, verify: bool, prefer_safetensors: bool) -
     )
 
 
-def _open_beside(path: Path, key: Key | None) -> Checkpoint | None:
+def _open_beside(path: Path, how: _How) -> Checkpoint | None:
     opened = open_beside(
         path,
-        lambda other: open_file_as_state(other, key=key),
-        lambda itself: TorchStateFile(itself, key=key),
+        lambda other: open_file_as_state(other, key=how["key"]),
+        lambda itself: TorchStateFile(itself, **how),
         first_change,
     )
     if opened is None:
@@ -324,31 +359,31 @@ def _places(files: Iterable[str | os.PathLike[str]]) -> dict[str, Path]:
     return {os.path.relpath(place, top): place for place in places}
 
 
-def _open_parts(pattern: Path, key: Key | None, verify: bool) -> Checkpoint:
+def _open_parts(pattern: Path, how: _How) -> Checkpoint:
     files = find_parts(str(pattern))
     for folder in {os.path.dirname(file) for file in files}:
         check_settled(Path(folder))
-    return Checkpoint(pattern, _places(files), key=key, verify=verify, in_parts=True)
+    return Checkpoint(pattern, _places(files), in_parts=True, **how)
 
 
-def _open_directory(path: Path, key: Key | None, verify: bool) -> Checkpoint:
+def _open_directory(path: Path, how: _How) -> Checkpoint:
     names = sorted(name for name in os.listdir(path) if not name.startswith("."))
     for kind, single, family in _SINGLES:
         if single in names:
-            return Checkpoint(path, {single: path / single}, key=key, verify=verify)
+            return Checkpoint(path, {single: path / single}, **how)
         indices = [name for name in names if family.fullmatch(name) and kind_of(name) == kind]
         if f"{single}.index.json" in indices:
             indices = [f"{single}.index.json"]
         if len(indices) == 1:
-            return _open_index(path, path / indices[0], key, verify)
+            return _open_index(path, path / indices[0], how)
         if indices:
             listed = ", ".join(f"'{name}'" for name in indices)
             raise CheckpointError(f"'{path}' has {len(indices)} index files ({listed}); pass the path of one of them")
     files = [name for name in names if name.endswith(_SUFFIX)]
     if not files and _OLMO_WEIGHTS in names:
-        return Checkpoint(path, {_OLMO_WEIGHTS: path / _OLMO_WEIGHTS}, key=key, verify=verify)
+        return Checkpoint(path, {_OLMO_WEIGHTS: path / _OLMO_WEIGHTS}, **how)
     if not files and (archives := find_archives(path, names)):
-        return Checkpoint(path, archives, verify=verify, archives=True)
+        return Checkpoint(path, archives, archives=True, **how)
     if not files and (folders := checkpoint_folders(path)):
         raise CheckpointError(
             f"'{path}' is made of several checkpoints ({in_words(folders)}); pass the directory of one, such as "
@@ -361,10 +396,10 @@ def _open_directory(path: Path, key: Key | None, verify: bool) -> Checkpoint:
             "the path of a file"
         )
     _check_family(path, files)
-    return Checkpoint(path, {name: path / name for name in files}, key=key)
+    return Checkpoint(path, {name: path / name for name in files}, **how)
 
 
-def _open_index(path: Path, index: Path, key: Key | None, verify: bool) -> Checkpoint:
+def _open_index(path: Path, index: Path, how: _How) -> Checkpoint:
     before = os.stat(index)
     weight_map = read_index(index).weight_map
     files = sorted(set(weight_map.values()))
@@ -377,7 +412,7 @@ def _open_index(path: Path, index: Path, key: Key | None, verify: bool) -> Check
             "download or copy them, the checkpoint is not whole"
         )
     places = {file: index.parent / file for file in files}
-    checkpoint = Checkpoint(path, places, weight_map, key=key, verify=verify)
+    checkpoint = Checkpoint(path, places, weight_map, **how)
     lacking = [name for name in weight_map if name not in checkpoint]
     if lacking:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Paths as users give them: an empty one, from a variable that is not set, is no name of the current directory."""
+"""Paths as users give them: an empty one is no name of the current directory, and one of a file is no directory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 from hf_stream.errors import ArgumentTypeError, CheckpointError
 from hf_stream.lazy.given import kind
+
+_SUFFIX = ".safetensors"
 
 
 def given_path(path: Any) -> Path:
@@ -24,3 +26,13 @@ def given_path(path: Any) -> Path:
     if not os.fspath(path):
         raise CheckpointError("the path is empty; is a variable not set? Write '.' for the current directory")
     return Path(path)
+
+
+def place_of(path: str | os.PathLike[str]) -> tuple[Path, str | None]:
+    """The directory to write into, and the name of the one file to write there if the path ends in .safetensors.
+
+    Raises:
+        CheckpointError: The path is empty.
+    """
+    place = given_path(path)
+    return (place.parent, place.name) if place.suffix == _SUFFIX else (place, None)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles, check_has_data
-from hf_stream.checkpoint.paths import given_path
+from hf_stream.checkpoint.files import CheckpointFiles, check_has_data
+from hf_stream.checkpoint.paths import place_of
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.copying.executor import DEFAULT_BUFFER_SIZE
 from hf_stream.copying.progress import Progress
@@ -25,7 +25,7 @@ def save_checkpoint(
     tensors: Mapping[str, torch.Tensor],
     directory: str | os.PathLike[str],
     *,
-    max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+    max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
     durable: bool | None = None,
     buffer_size: int | str = DEFAULT_BUFFER_SIZE,
@@ -36,14 +36,16 @@ def save_checkpoint(
     The files are those that `safetensors.torch.save_file` would write, byte for byte, spread over shards as
     `huggingface_hub.split_torch_state_dict_into_shards` does it. Lazy tensors are streamed; they may come from the very
     files that are replaced. A new directory appears complete or not at all; in one that exists, old weights go and no
-    mixture of old and new ever loads. Tied tensors are written under each of their names.
+    mixture of old and new ever loads. Tied tensors are written under each of their names. A path that ends in
+    .safetensors is one file, beside which everything stays as it is.
 
     This holds for processes that are killed, and for a loss of power.
 
     Args:
         tensors: Name -> tensor. Strided and non-contiguous ones are welcome.
-        directory: Where to save.
-        max_shard_size: Bytes, or a string such as "5GB"; a larger tensor gets a shard of its own.
+        directory: Where to save, or the one file to write.
+        max_shard_size: For directories: bytes, or a string such as "2GB"; 5 GB by default. A larger tensor gets a shard
+            of its own.
         metadata: Text entries for each file's header; `format: pt` is added.
         durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
             the environment has HF_STREAM_DURABLE=0.
@@ -51,7 +53,7 @@ def save_checkpoint(
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
 
     Returns:
-        The directory.
+        The directory, or the file.
 
     Raises:
         FormatError: The format cannot hold a name, a type or a shape.
@@ -61,10 +63,12 @@ def save_checkpoint(
     """
     buffer_size = nbytes_of(buffer_size, "buffer_size")
     tensors = named_tensors(tensors, "save_checkpoint")
-    if given_path(directory) and (fact := unwritten(directory)):
+    place, file = place_of(directory)
+    if fact := unwritten(directory):
         raise CheckpointError(fact)
-    files = CheckpointFiles.plan(tensors, max_shard_size=max_shard_size, metadata=metadata)
-    write_files(Staging(directory, durable=durable), files, tensors, buffer_size=buffer_size, progress=progress)
+    files = CheckpointFiles.plan(tensors, max_shard_size=max_shard_size, metadata=metadata, file=file)
+    staging = Staging(place, file=file, durable=durable)
+    write_files(staging, files, tensors, buffer_size=buffer_size, progress=progress)
     return Path(directory)
 
 

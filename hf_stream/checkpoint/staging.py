@@ -124,6 +124,7 @@ class Staging:
         except OSError as error:
             fact = f"cannot reserve {nbytes} bytes: {error.strerror}; make room, or save elsewhere"
             raise because_of(error, f"'{self.directory / name}': {fact}", WriteError) from error
+        storage.name = os.fspath(self.directory / name)  # where errors look for it, and users
         if self._durable:
             self._writeback.add(place)
         return storage

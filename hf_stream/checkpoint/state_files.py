@@ -15,6 +15,7 @@ from hf_stream.checkpoint.nested_leaves import LeafReader
 from hf_stream.checkpoint.nested_structure import STRUCTURE, read_structure
 from hf_stream.checkpoint.olmo_state import olmo_state, olmo_tensors
 from hf_stream.checkpoint.torch_file import TorchFile
+from hf_stream.checkpoint.torch_nesting import nesting_of
 from hf_stream.checkpoint.torch_state import Key, named_tensors
 from hf_stream.checkpoint.weight_files import (
     SAFETENSORS_SUFFIX,
@@ -55,6 +56,9 @@ class StateFile:
             tensor = tensor.detach()  # type: ignore[assignment]
         return tensor
 
+    def close(self) -> None:
+        self.storage.close()
+
 
 class _Lazies(Mapping[str, LazyTensor]):
     """The tensors of a file; the same object each time."""
@@ -75,7 +79,9 @@ class _Lazies(Mapping[str, LazyTensor]):
         return len(self._file.names)
 
 
-def open_file(path: str | os.PathLike[str], *, key: Key | None = None, verify: bool = False) -> WeightFile:
+def open_file(
+    path: str | os.PathLike[str], *, key: Key | None = None, verify: bool = False, skip_unreadable: bool = False
+) -> WeightFile:
     """Open a file of any format as named tensors.
 
     Args:
@@ -83,12 +89,13 @@ def open_file(path: str | os.PathLike[str], *, key: Key | None = None, verify: b
         key: Where the tensors are, in files that hold a nesting. None is the dict of tensors, if there is only one; of
             a file of `save_nested`, all tensors by their paths.
         verify: Whether to compare files of torch.save with their checksums.
+        skip_unreadable: Whether to leave out what stands among the tensors in files of torch.save and cannot be read.
 
     Raises:
         FormatError, CheckpointError: It cannot be used.
     """
     if os.path.splitext(path)[1] in TORCH_SUFFIXES:
-        return open_weight_file(path, key=key, verify=verify)
+        return open_weight_file(path, key=key, verify=verify, skip_unreadable=skip_unreadable)
     file = SafetensorsFile(path)
     if are_olmo_names(file.names) or (key is not None and STRUCTURE in file.metadata):
         return _file_at(file, key)
@@ -119,7 +126,7 @@ def open_state(path: Path, *, skip_unreadable: bool = False) -> OpenState | None
     """The nesting in a file of torch.save or of OLMo, with LazyTensors; None for all other files."""
     if path.suffix in TORCH_SUFFIXES:
         torch_file = TorchFile(path)
-        return OpenState(torch_file.storage, torch_file.with_lazies(torch_file.state))
+        return OpenState(torch_file.storage, nesting_of(torch_file, skip_unreadable=skip_unreadable))
     if path.suffix != SAFETENSORS_SUFFIX:
         return None
     file = SafetensorsFile(path)

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import zlib
-from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -21,9 +20,8 @@ from hf_stream.checkpoint.torch_legacy import read_legacy
 from hf_stream.errors import ArchiveError, PickleError
 from hf_stream.formats.budget import MIN_TAKEN, RATE, Budget
 from hf_stream.formats.collector import collector_paused
-from hf_stream.formats.nested_paths import Keys, path_of
-from hf_stream.formats.pickle_reader import Function, Inert, InertClass
-from hf_stream.formats.torch_pickle import Refused, StorageKind, StorageRecord, TensorRecord, TorchPickle
+from hf_stream.formats.nested_paths import Keys, shown_path
+from hf_stream.formats.torch_pickle import StorageRecord, TensorRecord, TorchPickle
 from hf_stream.formats.torchscript_pickle import attributes_of, read_torchscript_pickle
 from hf_stream.formats.zip_records import SIGNATURE, Record, read_records
 from hf_stream.lazy import LazyTensor
@@ -51,28 +49,6 @@ _MARKS: Final = {
     ".data/serialization_id": rb"[ -~]*\n?",
     ".storage_alignment": rb"[0-9]{1,9}\n?",
 }
-_PLAIN: Final = frozenset({type(None), bool, int, float, str})
-_CONTAINERS: Final = frozenset({dict, OrderedDict, Counter, list, tuple})
-_NO_VALUES: Final = frozenset({Refused, StorageRecord, StorageKind, Function, Inert, InertClass})
-
-
-def open_torch_file(path: str | os.PathLike[str], *, verify: bool = False) -> Any:
-    """Open a file of torch.save; reads its zip directory and its pickle and nothing else.
-
-    Args:
-        path: A file of torch.save, or a TorchScript archive. Files from before torch 1.6 are loaded into memory.
-        verify: Whether to read everything once and compare it with the file's checksums.
-
-    Returns:
-        What `torch.load(path, map_location="cpu", weights_only=True)` gives, with LazyTensors for the tensors: those
-        that share a storage are views of one, parameters are parameters. For a TorchScript archive: its tensors by
-        their attributes' names.
-
-    Raises:
-        FormatError: The file is damaged, or holds what has no plain bytes or is no data. Names the record or the place.
-    """
-    file = TorchFile(path, verify=verify)
-    return file.with_lazies(file.state)
 
 
 class TorchFile:
@@ -95,17 +71,25 @@ class TorchFile:
         self.name = self.storage.name
         # Equal storages of the pickle are one; here is where each of them is.
         self._places: dict[str, tuple[Storage, int]] = {}
-        self._lazies: dict[TensorRecord, LazyTensor] = {}
-        # What containers have become, by their ids. Replaced tuples must not go away: others would get their ids.
-        self._done: dict[int, Any] = {}
-        self._replaced: list[Any] = []
+        self._inflated: InflatedFile | None = None
         self._taken = 0.0
-        self._windows: set[tuple[object, ...]] = set()
+        # As text: their numbers could be chosen so that all have one hash.
+        self._windows: set[str] = set()
         with collector_paused():
             if self._read(0, min(len(SIGNATURE), self.storage.nbytes)) == SIGNATURE:
                 self.state = self._open_zip(verify)
             else:
                 self.state, self._places = read_legacy(self.storage)
+                if verify:
+                    logger.warning(
+                        "'%s' is from before torch 1.6 and has no checksums: it cannot be verified", self.name
+                    )
+
+    def close(self) -> None:
+        """Close the file, and give back the space of what was inflated."""
+        self.storage.close()
+        if self._inflated is not None:
+            self._inflated.close()
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         data = bytearray(nbytes)
@@ -201,15 +185,8 @@ class TorchFile:
                 deflated.append((storage.key, record))
             self._places[storage.key] = self.storage, record.start
         if deflated:
-            inflated = InflatedFile(self.storage, [record for _, record in deflated])
+            self._inflated = inflated = InflatedFile(self.storage, [record for _, record in deflated])
             self._places |= {key: (inflated, inflated.start_of(n)) for n, (key, _) in enumerate(deflated)}
-
-    def lazy(self, record: TensorRecord) -> LazyTensor:
-        """The tensor, as a parameter or with the attributes that it has; one object for one record."""
-        lazy = self._lazies.get(record)
-        if lazy is None:
-            lazy = self._lazies[record] = self._with_attributes(self.plain(record), record)
-        return lazy
 
     def plain(self, record: TensorRecord) -> LazyTensor:
         """The tensor's values alone."""
@@ -222,33 +199,6 @@ class TorchFile:
             lazy = lazy.neg()  # type: ignore[assignment]
         return lazy
 
-    def _with_attributes(self, lazy: LazyTensor, record: TensorRecord) -> LazyTensor:
-        if record.parameter:
-            lazy = torch.nn.Parameter(lazy, record.requires_grad)  # type: ignore[assignment]
-        elif record.requires_grad:
-            lazy.requires_grad_()
-        for name, value in record.attributes.items():
-            if hasattr(lazy, name) or name == "_is_param":
-                raise PickleError(f"'{self.name}': a tensor has the attribute '{name}', which is not one to set")
-            setattr(lazy, name, self.with_lazies(value, "." + name))
-        return lazy
-
-    def with_lazies(self, state: Any, *keys: object) -> Any:
-        """A part of the state with LazyTensors in the place of records; dicts and lists are changed, not copied.
-
-        Args:
-            state: The part.
-            keys: Where it is, for errors.
-
-        Raises:
-            FormatError: Something in it is no tensor with plain bytes, and no plain value.
-        """
-        try:
-            with collector_paused():
-                return self._converted(state, keys)
-        except RecursionError:
-            raise PickleError(f"'{self.name}' nests deeper than can be followed") from None
-
     def check_taken(self, keys: Keys, record: TensorRecord) -> None:
         """Count the bytes of the tensor at `keys`, which is taken from the file, each time that it is.
 
@@ -256,57 +206,14 @@ class TorchFile:
             FormatError: All together they are much larger than the file.
         """
         nbytes = math.prod(record.size) * record.dtype.itemsize
-        window = record.storage.key, record.dtype, record.offset, record.size, record.stride
+        window = f"{record.storage.key} {record.dtype} {record.offset} {record.size} {record.stride}"
         self._taken += nbytes if window not in self._windows else nbytes / _TIED
         self._windows.add(window)
         limit = max(MIN_TAKEN, RATE * self.storage.nbytes)
         if self._taken > limit:
             raise PickleError(
-                f"'{self.name}': with '{path_of(keys)}' of {record.dtype} and size {list(record.size)}, strides "
+                f"'{self.name}': with '{shown_path(keys)}' of {record.dtype} and size {list(record.size)}, strides "
                 f"{list(record.stride)}, on a storage of {record.storage.nbytes} bytes, its tensors come to "
                 f"{int(self._taken)} bytes, and the limit for a file of {self.storage.nbytes} bytes is {limit}. If the "
                 "file is right, load it with torch, clone() what is expanded or shares bytes, and save it again"
             )
-
-    def _converted(self, value: Any, keys: tuple[object, ...]) -> Any:
-        kind = type(value)
-        if kind is TensorRecord:
-            if value not in self._lazies:
-                self.check_taken(keys, value)
-            return self.lazy(value)
-        if kind in _NO_VALUES:
-            raise PickleError(
-                f"'{self.name}': '{path_of(keys)}' is {_described(value)}; hf_stream reads tensors in rows"
-            )
-        if kind not in _CONTAINERS:
-            return value
-        done = self._done
-        if id(value) in done:
-            return done[id(value)]
-        if not value and not hasattr(value, "__dict__"):
-            return value
-        if kind is tuple:
-            # It cannot hold itself but through a list or a dict.
-            parts = tuple(
-                self._converted(item, (*keys, at)) if type(item) not in _PLAIN else item
-                for at, item in enumerate(value)
-            )
-            new = parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
-            done[id(value)] = new
-            if new is not value:
-                self._replaced.append(value)
-            return new
-        done[id(value)] = value
-        for key, item in value.items() if kind is not list else enumerate(value):
-            if type(item) not in _PLAIN:
-                value[key] = self._converted(item, (*keys, key))
-        if hasattr(value, "__dict__"):
-            for name, item in value.__dict__.items():
-                value.__dict__[name] = self._converted(item, (*keys, "." + name))
-        return value
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Refused):
-        return value.what
-    return "a storage without a tensor" if isinstance(value, StorageRecord) else "a function or a class"

@@ -1,62 +1,39 @@
-"""Files that torch.save wrote before 1.6, which are no zip archives: read through torch, into memory."""
+"""Files that torch.save wrote before 1.6, which are no zip archives: pickles, and after them the storages in a row."""
 
 from __future__ import annotations
 
-import logging
 import mmap
-import os
 import struct
 from typing import Any, Final
-
-import torch
 
 from hf_stream.errors import ArchiveError, FormatError, PickleError
 from hf_stream.formats.budget import Budget
 from hf_stream.formats.foreign import pointer
-from hf_stream.formats.torch_pickle import StorageRecord, TensorRecord, TorchPickle
+from hf_stream.formats.torch_pickle import TorchPickle
 from hf_stream.storage.base import Storage
 from hf_stream.storage.file import FileStorage
-from hf_stream.storage.memory import MemoryStorage
-
-logger = logging.getLogger(__name__)
 
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _PROTOCOL: Final = 1001
 _NUMEL: Final = struct.Struct("<q")
 
-_FOLLOWED: Final = (dict, list, tuple, TensorRecord)
-
 Places = dict[str, tuple[Storage, int]]
 
 
 def read_legacy(storage: FileStorage) -> tuple[Any, Places]:
-    """What was saved, with a `TensorRecord` for each tensor, and where the storages are in memory.
-
-    The file is read once as data first, and checked: so what torch then loads has no names but those that are allowed.
+    """What was saved, with a `TensorRecord` for each tensor, and where in the file the storages are.
 
     Raises:
-        FormatError: It is no such file, is damaged, or holds more than tensors, containers and plain values.
+        FormatError: It is no such file, or is damaged.
     """
-    name = storage.name
     if storage.nbytes == 0:
-        raise PickleError(f"'{name}' is empty")
+        raise PickleError(f"'{storage.name}' is empty")
     with storage.descriptor() as fd, mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
-        state, used = _check(data, name)
-    logger.warning(
-        "'%s' is of the format that torch.save had before 1.6, which is loaded as a whole: it takes %d bytes of "
-        "memory; save it again with a newer torch",
-        name,
-        storage.nbytes,
-    )
-    with storage.descriptor() as fd, open(os.dup(fd), "rb") as file:
-        file.seek(0)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    places: Places = {record.key: (MemoryStorage(torch.empty(0)), 0) for record in used.values() if not record.nbytes}
-    _find_storages(state, loaded, places, set())
-    return state, places
+        state, starts = _parse(data, storage.name)
+    return state, {key: (storage, start) for key, start in starts.items()}
 
 
-def _check(data: mmap.mmap, name: str) -> tuple[Any, dict[str, StorageRecord]]:
+def _parse(data: mmap.mmap, name: str) -> tuple[Any, dict[str, int]]:
     reader = TorchPickle(Budget(len(data)), legacy=True)
     try:
         magic, at = reader.read(data, name)
@@ -77,35 +54,16 @@ def _check(data: mmap.mmap, name: str) -> tuple[Any, dict[str, StorageRecord]]:
         raise ArchiveError(
             f"'{name}': the storages that follow are not those that the tensors need. Get the file again."
         )
+    starts = {}
     for key in keys:
         record = used[key]
         if record.dtype is None:
             raise ArchiveError(f"'{name}': storage '{key}' has no type, and torch cannot read it")
         numel = _NUMEL.unpack_from(data, at)[0] if at + _NUMEL.size <= len(data) else -1
-        at += _NUMEL.size + record.nbytes
+        starts[key] = at + _NUMEL.size
+        at = starts[key] + record.nbytes
         if numel * record.dtype.itemsize != record.nbytes or at > len(data):
             raise ArchiveError(f"'{name}': storage '{key}' of {record.nbytes} bytes is not whole. Get the file again.")
     if at != len(data):
         raise ArchiveError(f"'{name}' has {len(data) - at} bytes after its end. Get the file again.")
-    return state, used
-
-
-def _find_storages(record: Any, loaded: Any, places: Places, seen: set[int]) -> None:
-    """Where torch has put the storages: the same place in both nestings holds the same tensor."""
-    todo = [(record, loaded)]
-    while todo:
-        record, loaded = todo.pop()
-        if id(record) in seen:
-            continue
-        if isinstance(record, TensorRecord):
-            if record.storage.nbytes:
-                places.setdefault(record.storage.key, (MemoryStorage(loaded), 0))
-            if record.attributes:
-                todo.append((record.attributes, loaded.__dict__))
-        elif isinstance(record, dict):
-            todo.extend((value, loaded[key]) for key, value in record.items() if isinstance(value, _FOLLOWED))
-        elif isinstance(record, list | tuple):
-            todo.extend(pair for pair in zip(record, loaded, strict=True) if isinstance(pair[0], _FOLLOWED))
-        seen.add(id(record))
-        if attributes := getattr(record, "__dict__", None):
-            todo.append((attributes, loaded.__dict__))
+    return state, starts

@@ -11,8 +11,9 @@ from hf_stream.checkpoint.torch_file import TorchFile
 from hf_stream.checkpoint.torch_state import Key, named_tensors
 from hf_stream.errors import CheckpointError, FormatError
 from hf_stream.formats import Header, header_nbytes, parse_header
+from hf_stream.formats.collector import collector_paused
 from hf_stream.formats.dtypes import NAMES
-from hf_stream.formats.torch_pickle import Refused, TensorRecord
+from hf_stream.formats.torch_pickle import TensorRecord
 from hf_stream.lazy import LazyTensor
 from hf_stream.storage.file import FileStorage
 
@@ -58,6 +59,9 @@ class WeightFile(Protocol):
     def lazy(self, name: str) -> LazyTensor:
         """The tensor, not loaded."""
 
+    def close(self) -> None:
+        """Close the file; what is read from it later is an error."""
+
 
 class SafetensorsFile:
     """A file of the safetensors format; only its header is read."""
@@ -80,20 +84,28 @@ class SafetensorsFile:
             raise FormatError(f"'{name}' in '{self.storage.name}': {error}") from None
         return LazyTensor.from_storage(self.storage, dtype, shape, info.start)
 
+    def close(self) -> None:
+        self.storage.close()
+
 
 class TorchStateFile:
     """A file of torch.save, of which the tensors of one dict are taken: values alone, no parameters."""
 
-    def __init__(self, path: str | os.PathLike[str], *, key: Key | None = None, verify: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        key: Key | None = None,
+        verify: bool = False,
+        skip_unreadable: bool = False,
+    ) -> None:
         self._file = TorchFile(path, verify=verify)
         self.storage = self._file.storage
         self.metadata: Mapping[str, str] = {}
         self._records: dict[str, TensorRecord] = {}
-        for name, record in named_tensors(self._file.state, key, self.storage.name).items():
-            if isinstance(record, Refused):
-                raise FormatError(
-                    f"'{self.storage.name}': '{name}' is {record.what}; load it with torch, and save plain tensors"
-                )
+        with collector_paused():
+            found = named_tensors(self._file.state, key, self.storage.name, skip_unreadable=skip_unreadable)
+        for name, record in found.items():
             self._file.check_taken((name,), record)
             self._records[name] = record
         self.names = self._records.keys()
@@ -103,6 +115,9 @@ class TorchStateFile:
 
     def lazy(self, name: str) -> LazyTensor:
         return self._file.plain(self._records[name])
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def facts_of(record: TensorRecord) -> TensorFacts:
@@ -114,7 +129,9 @@ def facts_of(record: TensorRecord) -> TensorFacts:
     return TensorFacts(dtype, shape, math.prod(record.size) * record.dtype.itemsize)
 
 
-def open_weight_file(path: str | os.PathLike[str], *, key: Key | None = None, verify: bool = False) -> WeightFile:
+def open_weight_file(
+    path: str | os.PathLike[str], *, key: Key | None = None, verify: bool = False, skip_unreadable: bool = False
+) -> WeightFile:
     """Open a file by its suffix.
 
     Raises:
@@ -122,7 +139,7 @@ def open_weight_file(path: str | os.PathLike[str], *, key: Key | None = None, ve
     """
     suffix = os.path.splitext(path)[1]
     if suffix in TORCH_SUFFIXES:
-        return TorchStateFile(path, key=key, verify=verify)
+        return TorchStateFile(path, key=key, verify=verify, skip_unreadable=skip_unreadable)
     if key:
         raise CheckpointError(f"'{os.fspath(path)}' has no keys to follow, got {key!r}; files of torch.save have")
     return SafetensorsFile(path)

@@ -10,8 +10,9 @@ from types import TracebackType
 import torch
 
 from hf_stream.checkpoint.coverage import Coverage, Index, box_of
-from hf_stream.checkpoint.files import DEFAULT_MAX_SHARD_SIZE, CheckpointFiles, TensorLike, check_has_data
+from hf_stream.checkpoint.files import CheckpointFiles, TensorLike, check_has_data
 from hf_stream.checkpoint.nearest import nearest
+from hf_stream.checkpoint.paths import place_of
 from hf_stream.checkpoint.save import finish, reserve
 from hf_stream.checkpoint.staging import Staging
 from hf_stream.copying.region import Region
@@ -27,9 +28,10 @@ class CheckpointWriter:
     thread. The checkpoint appears with `close()`; until then, and after any error, the destination is as it was.
 
     Args:
-        directory: Where the checkpoint is to be; what weights it has are replaced.
+        directory: Where the checkpoint is to be; what weights it has are replaced. A path that ends in .safetensors is
+            one file, beside which everything stays as it is.
         specs: Name -> anything with `shape` and `dtype` (a real, lazy or meta tensor).
-        max_shard_size: Bytes, or a string such as "5GB".
+        max_shard_size: For directories: bytes, or a string such as "2GB"; 5 GB by default.
         metadata: Text entries for the files' headers.
         durable: Whether to wait until everything is on the disk, so that it outlives a loss of power. None: yes, unless
             the environment has HF_STREAM_DURABLE=0.
@@ -49,7 +51,7 @@ class CheckpointWriter:
         directory: str | os.PathLike[str],
         specs: Mapping[str, TensorLike],
         *,
-        max_shard_size: int | str = DEFAULT_MAX_SHARD_SIZE,
+        max_shard_size: int | str | None = None,
         metadata: Mapping[str, str] | None = None,
         durable: bool | None = None,
     ) -> None:
@@ -58,11 +60,12 @@ class CheckpointWriter:
         for name, spec in specs.items():
             if not (isinstance(name, str) and hasattr(spec, "shape") and hasattr(spec, "dtype")):
                 raise ArgumentTypeError(f"specs= has {name!r}: {kind(spec)}, which is no name of a shape and a dtype")
-        self._files = CheckpointFiles.plan(specs, max_shard_size=max_shard_size, metadata=metadata)
+        place, file = place_of(directory)
+        self._files = CheckpointFiles.plan(specs, max_shard_size=max_shard_size, metadata=metadata, file=file)
         self._lock = threading.Lock()
         self._writing = 0
         self._open = True
-        self._staging = Staging(directory, durable=durable)
+        self._staging = Staging(place, file=file, durable=durable)
         try:
             self._regions = reserve(self._staging, self._files)
         except BaseException:

@@ -63,7 +63,7 @@ _OPTIONS = (
     click.option(
         "--skip-unreadable",
         is_flag=True,
-        help="Leave out, with a warning, what OLMo pickled and is no plain value, instead of refusing the file.",
+        help="Leave out, with a warning, what is neither a tensor nor a plain value in a file of torch.save or OLMo.",
     ),
     click.option(
         "--verify",

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from hf_stream.errors import FormatError
+from hf_stream.formats.pickle_objects import Inert, InertClass
 
 # Ordinary keys need two steps or so; fractions with a power of two below, and the like, up to a hundred.
 _STEPS: Final = 256
@@ -27,6 +28,7 @@ KEY_PART: Final = 32
 # Larger ones are no keys of anything.
 _KEY_NUMBERS: Final = range(-(2**63), 2**63)
 PLAIN_KEYS: Final = frozenset({str, int, float, bool, bytes, type(None), torch.dtype, torch.device})
+_KEYS: Final = PLAIN_KEYS | {Inert, InertClass}
 
 
 class KeyTable:
@@ -95,6 +97,8 @@ def check_collisions(keys: Iterable[Any]) -> None:
 def check_key(key: Any, spend: Callable[[int], None]) -> None:
     """Refuse a key of a dict, or an element of a set, that is more than a plain value or a small tuple of these.
 
+    An object that was not made is as good as a plain value: it has the hash of its place in memory.
+
     Args:
         key: The key. A few bytes of a pickle can use a large one once more.
         spend: Counts the work, as bytes of memory.
@@ -108,6 +112,15 @@ def check_key(key: Any, spend: Callable[[int], None]) -> None:
         parts += 1
         if type(item) in (tuple, torch.Size) and depth < _MAX_KEY_NESTING and parts + len(item) < _MAX_KEY_PARTS:
             todo.extend((part, depth + 1) for part in item)
-        elif type(item) not in PLAIN_KEYS or (type(item) is int and item not in _KEY_NUMBERS):
+        elif type(item) not in _KEYS or (type(item) is int and item not in _KEY_NUMBERS):
             raise FormatError(f"a {type(item).__name__} is no key, or part of one, in a file of tensors")
     spend(KEY_PART * parts)
+
+
+def inert_in_key(key: Any) -> Inert | InertClass | None:
+    """The first part of a key that was not made or looked up."""
+    if isinstance(key, Inert | InertClass):
+        return key
+    if type(key) is tuple:
+        return next((found for part in key if (found := inert_in_key(part)) is not None), None)
+    return None

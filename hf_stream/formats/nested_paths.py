@@ -16,6 +16,10 @@ Keys: TypeAlias = Sequence[object]
 _MAX_PATHS: Final = 16 << 20
 _PER_TENSOR: Final = 256
 
+# Characters of a path, and of a key in it, that errors show.
+_SHOWN: Final = 300
+_SHOWN_KEY: Final = 100
+
 _ROOT: Final = "value"
 _BARE: Final = re.compile(r"[\w.+:@-]+")
 # What other keys than text look like, and the names that files keep for themselves.
@@ -72,6 +76,20 @@ def path_of(keys: Keys) -> str:
     '0'. So no two places in a nesting have the same path.
     """
     return "/".join(map(_component, keys)) or _ROOT
+
+
+def shown_path(keys: Keys) -> str:
+    """The path for people to read, cut where it is long: one long key may lie in itself many times over."""
+    path = path_of([*map(_cut, keys)])
+    return path if len(path) <= _SHOWN else f"{path[: _SHOWN // 2]}...{path[-_SHOWN // 2 :]}"
+
+
+def _cut(key: object) -> object:
+    if type(key) is str and len(key) > _SHOWN_KEY:
+        return key[:_SHOWN_KEY] + "..."
+    if type(key) is bytes:
+        return key[:_SHOWN_KEY]
+    return tuple(map(_cut, key)) if type(key) is tuple else key
 
 
 def _component(key: object) -> str:

@@ -1,7 +1,8 @@
 """A pickle read as data: containers and plain values, and calls of the few functions that the reader was given.
 
 The opcodes are those that `torch.load(weights_only=True)` knows, no others. A name in the pickle is a key of a table:
-nothing is imported and no attribute is looked up. What is built is counted before it is made.
+nothing is imported and no attribute is looked up. What is not in the table may stand for itself: what the pickle would
+call it with is kept and looked at no further. What is built is counted before it is made.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import pickle
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from hf_stream.errors import FormatError, PickleError
 from hf_stream.formats.budget import Budget
 from hf_stream.formats.key_table import PLAIN_KEYS, KeyTable, check_key
+from hf_stream.formats.pickle_objects import CALL, Function, Inert, InertClass
 
 _INT: Final = struct.Struct("<i")
 _LENGTH: Final = struct.Struct("<I")
@@ -28,46 +29,17 @@ _MAX_NAME: Final = 1000
 _DICTS: Final = (dict, OrderedDict, Counter)
 _SIZED: Final = frozenset({*_DICTS, list, tuple, set, str, bytes, bytearray})
 _MAX_MARKS: Final = 100_000
-# Bytes of memory, with what is made of it later: a container, an item of a dict, what a call gives.
+_NOT_MADE: Final = (Inert, InertClass)
+# Bytes of memory, with what is made of it later: a container, an item of a dict.
 _CONTAINER: Final = 160
 _DICT_ITEM: Final = 96
-CALL: Final = 256
 _COPIED: Final = 16
 _NOTHING: Final = object()
 _OLD_MODULES: Final = {"__builtin__": "builtins", "torch.tensor": "torch._tensor"}
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Function:
-    """What a pickle may call: its name, and what is done instead.
-
-    `call` raises `FormatError` for arguments it does not take. `nbytes` is the memory that goes with its result. If it
-    `counts` more than that, its first argument is what it counts with.
-    """
-
-    name: str
-    call: Callable[..., Any]
-    nbytes: int = CALL
-    counts: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class Inert:
-    """An object of a class that was not looked up: its name and its state, and nothing that could run."""
-
-    name: str
-    state: Any = None
-
-
 FindName = Callable[[str, str], Any]
-"""What stands for a (module, name): a value, a `Function`, or an `Inert` class; `KeyError` if it is not allowed."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class InertClass:
-    """The class of `Inert` objects of one name."""
-
-    name: str
+"""What stands for a (module, name): a value, a `Function`, or an `InertClass`; `KeyError` if it is not allowed."""
 
 
 def read_pickle(
@@ -259,16 +231,13 @@ class _Machine:
         last, middle = stack.pop(), stack.pop()
         stack[-1] = (stack[-1], middle, last)
 
-    def _append(self) -> None:
-        self._extend([self._stack.pop()])
-
-    def _appends(self) -> None:
-        self._extend(self._pop_mark())
-
     def _extend(self, items: list[Any]) -> None:
-        if type(self._stack[-1]) is not list:
-            self._refuse("append to", self._stack[-1])
-        self._stack[-1].extend(items)
+        target = self._stack[-1]
+        if type(target) is Inert:
+            target = target.given
+        elif type(target) is not list:
+            self._refuse("append to", target)
+        target.extend(items)
 
     def _set_item(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
@@ -279,6 +248,9 @@ class _Machine:
 
     def _set_pairs(self, items: list[Any]) -> None:
         target = self._stack[-1]
+        if type(target) is Inert:
+            target.given.extend(items)
+            return
         if type(target) not in _DICTS:
             self._refuse("set items of", target)
         self._spend(_DICT_ITEM * (len(items) // 2))
@@ -325,15 +297,22 @@ class _Machine:
     def _global(self) -> None:
         module, name = self._line(), self._line()
         try:
-            self._stack.append(self._find(_OLD_MODULES.get(module, module), name))
+            found = self._find(_OLD_MODULES.get(module, module), name)
         except KeyError:
             raise FormatError(
                 f"{f'{module}.{name}'!r:.200} is not a name that may stand in a file of tensors: the file holds other "
                 "Python objects, or wants to run code; nothing was looked up or run"
             ) from None
+        if type(found) is InertClass:
+            self._spend(_CONTAINER)
+        self._stack.append(found)
 
     def _reduce(self) -> None:
         arguments, function = self._stack.pop(), self._stack[-1]
+        if type(function) in _NOT_MADE:
+            self._spend(CALL)
+            self._stack[-1] = Inert(function.name, [arguments])
+            return
         if type(function) is not Function or type(arguments) is not tuple:
             self._refuse("call", function)
         self._spend(function.nbytes)
@@ -343,16 +322,15 @@ class _Machine:
         self._stack[-1] = function.call(self._spend, *arguments) if function.counts else function.call(*arguments)
 
     def _new(self) -> None:
-        arguments, kind = self._stack.pop(), self._stack[-1]
-        if type(kind) is not InertClass or arguments != ():
+        kind = self._stack[-2]
+        if type(kind) not in _NOT_MADE:
             self._refuse("make an object of", kind)
-        self._spend(CALL)
-        self._stack[-1] = Inert(kind.name)
+        self._reduce()
 
     def _build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
         if type(target) is Inert:
-            target.state = state
+            target.given.append(state)
         elif type(target) is OrderedDict and type(state) is dict:
             for key in state:
                 # An attribute of the name of a method would hide it.
@@ -368,12 +346,13 @@ class _Machine:
         self._spend(_COPIED * sum(len(value) for value in values if type(value) in _SIZED))
 
     def _refuse(self, what: str, value: Any) -> NoReturn:
-        shown = value.name if isinstance(value, Function | InertClass) else f"a {type(value).__name__}"
-        raise FormatError(f"the pickle wants to {what} {shown}, as no file of tensors does")
+        raise FormatError(f"the pickle wants to {what} {brief(value)}, as no file of tensors does")
 
 
 def brief(value: Any) -> str:
     """A value in a few words, whatever it is: a container could be larger in words than it is in memory."""
+    if isinstance(value, Function | InertClass | Inert):
+        return f"{value.name!r:.200}"
     return f"{value!r:.100}" if type(value) in PLAIN_KEYS else f"a {type(value).__name__}"
 
 
@@ -402,8 +381,8 @@ _STEPS: Final[dict[int, Callable[[_Machine], None]]] = {
         (pickle.TUPLE1, _Machine._tuple1),
         (pickle.TUPLE2, _Machine._tuple2),
         (pickle.TUPLE3, _Machine._tuple3),
-        (pickle.APPEND, _Machine._append),
-        (pickle.APPENDS, _Machine._appends),
+        (pickle.APPEND, lambda machine: machine._extend([machine._stack.pop()])),
+        (pickle.APPENDS, lambda machine: machine._extend(machine._pop_mark())),
         (pickle.SETITEM, _Machine._set_item),
         (pickle.SETITEMS, _Machine._set_items),
         (pickle.BINGET, _Machine._get),

@@ -1,7 +1,7 @@
 """What a pickle of torch.save means: which tensors it holds, and where in which storage each of them lies.
 
-The names in `_NAMES` are all that such a pickle may use, whatever torch was told to trust. Tensors come out as
-`TensorRecord`s: numbers, checked against the size of their storage.
+The names in `_NAMES` are all that have a meaning here, whatever torch was told to trust; others stand for themselves.
+Tensors come out as `TensorRecord`s: numbers, checked against the size of their storage.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
@@ -18,8 +18,9 @@ import torch
 
 from hf_stream.errors import FormatError
 from hf_stream.formats.budget import Budget
-from hf_stream.formats.key_table import check_collisions, check_key
-from hf_stream.formats.pickle_reader import CALL, Function, brief, read_pickle
+from hf_stream.formats.pickle_functions import FUNCTIONS, functions, is_whole, whole_numbers
+from hf_stream.formats.pickle_objects import Function, Inert, InertClass
+from hf_stream.formats.pickle_reader import brief, read_pickle
 
 # What a storage says of where it was, and what its bytes can be read to from. "meta" has none.
 _DEVICE: Final = re.compile(r"(cpu|cuda|mps|xpu|hpu|xla|mtia|npu)(:\d+)?")
@@ -89,18 +90,26 @@ class TorchPickle:
     def __init__(self, budget: Budget, legacy: bool = False) -> None:
         self._budget = budget
         self.storages: dict[str, StorageRecord] = {}
+        self._legacy = legacy
         # The old format says also of which other storage this one is a part.
         self._nfields = 6 if legacy else 5
 
     def read(self, data: bytes | mmap.mmap, name: str, start: int = 0) -> tuple[Any, int]:
         """The object, with a `TensorRecord` for each tensor, and the byte after the pickle's end.
 
-        Leaves may also be a `StorageRecord`, a `Refused` or a `Function`: what can be in a pickle but is no value.
+        Leaves may also be a `StorageRecord`, a `Refused`, a `Function`, an `InertClass` or an `Inert`: what can be in a
+        pickle but is no value.
 
         Raises:
-            FormatError: The pickle is damaged, or holds more than tensors, containers and plain values.
+            FormatError: The pickle is damaged.
         """
-        return read_pickle(data, find_name, self.storage, name, self._budget, start)
+        return read_pickle(data, _find_any, self._persistent, name, self._budget, start)
+
+    def _persistent(self, identity: Any) -> StorageRecord | InertClass:
+        """What a persistent id stands for: a storage, or in the old format a class, whose source code is beside it."""
+        if self._legacy and type(identity) is tuple and len(identity) == 4 and type(identity[1]) is InertClass:
+            return identity[1]
+        return self.storage(identity)
 
     def storage(self, identity: Any) -> StorageRecord:
         """What a persistent id stands for; `FormatError` if it is not that of a storage."""
@@ -108,11 +117,13 @@ class TorchPickle:
             identity if type(identity) is tuple and len(identity) == self._nfields else (None,) * self._nfields
         )
         tag, kind, key, device, numel, *whole = fields
+        if type(kind) is InertClass:
+            raise FormatError(f"a storage of the type {brief(kind)}")
         if tag != "storage" or type(kind) is not StorageKind or type(key) is not str or type(device) is not str:
             raise FormatError("a reference to something else than a storage")
         if whole and whole[0] is not None:
             raise FormatError("a storage that is a part of another one; load it with torch and save it again")
-        if not _is_whole(numel) or not _DEVICE.fullmatch(device):
+        if not is_whole(numel) or not _DEVICE.fullmatch(device):
             raise FormatError(f"storage {brief(key)} of {brief(numel)} elements on device {brief(device)}")
         dtype: torch.dtype | None = kind.dtype
         record = StorageRecord(key, dtype, numel * (dtype or torch.uint8).itemsize)
@@ -131,6 +142,10 @@ class StorageKind:
 def find_name(module: str, name: str) -> Any:
     """What a name in the pickle stands for; `KeyError` if it may not be there."""
     return _NAMES[module, name]
+
+
+def _find_any(module: str, name: str) -> Any:
+    return _NAMES.get((module, name)) or InertClass(f"{module}.{name}")
 
 
 def _tensor_v2(
@@ -160,6 +175,8 @@ def _tensor_v3(
     dtype: Any,
     metadata: Any = None,
 ) -> Any:
+    if type(dtype) is InertClass:
+        return Refused(f"a tensor of the type {brief(dtype)}")
     if type(dtype) is not torch.dtype:
         raise FormatError(f"a tensor of the type {brief(dtype)}")
     return _tensor(storage, dtype, offset, size, stride, requires_grad, hooks, metadata)
@@ -172,8 +189,8 @@ def _tensor(
         raise FormatError(f"a tensor whose storage is a {type(storage).__name__}")
     if dtype not in _DTYPES:
         return Refused(f"a tensor of {dtype}")
-    size, stride = _whole_numbers(size, _MAX_DIMS), _whole_numbers(stride, _MAX_DIMS)
-    if size is None or stride is None or len(size) != len(stride) or not _is_whole(offset):
+    size, stride = whole_numbers(size, _MAX_DIMS), whole_numbers(stride, _MAX_DIMS)
+    if size is None or stride is None or len(size) != len(stride) or not is_whole(offset):
         raise FormatError(f"storage '{storage.key}': a tensor whose size, strides or offset are not those of one")
     numel = math.prod(size)
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if numel else 0
@@ -208,6 +225,8 @@ def _check_hooks(hooks: Any) -> None:
 def _parameter(data: Any, requires_grad: Any, hooks: Any) -> Any:
     if type(data) is Refused:
         return data
+    if type(data) is Inert:
+        return Refused(f"a parameter that is made of an object of {brief(data)}")
     if type(data) is not TensorRecord or type(requires_grad) is not bool:
         raise FormatError("a parameter that is not made of a tensor")
     _check_hooks(hooks)
@@ -225,11 +244,13 @@ def _parameter_with_state(data: Any, requires_grad: Any, hooks: Any, state: Any)
 
 def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     """A tensor with attributes, or of a subclass."""
+    if type(function) is InertClass:
+        return Refused(f"a tensor that {brief(function)} makes")
     if type(function) is not Function or function not in _TENSOR_FUNCTIONS or type(arguments) is not tuple:
         raise FormatError("a tensor that is made by something else than torch's functions for that")
     record = function.call(*arguments)
     if type(record) is TensorRecord and kind is not (_PARAMETER if record.parameter else _TENSOR):
-        return Refused("a tensor of a class of its own")
+        return Refused(f"a tensor of {f'the class {brief(kind)}' if type(kind) is InertClass else 'another class'}")
     return _with_state(record, state)
 
 
@@ -252,107 +273,14 @@ def _refused(what: str) -> Callable[..., Refused]:
     return lambda *_: Refused(what)
 
 
-def _ordered_dict(kind: Callable[[], dict[Any, Any]]) -> Callable[..., Any]:
-    def call(spend: Callable[[int], None], pairs: Any = ()) -> Any:
-        made = kind()
-        items = pairs.items() if type(pairs) is dict else pairs
-        if kind is Counter and type(pairs) is not dict and pairs != ():
-            # It would count the pairs.
-            raise FormatError("a Counter made of something else than a dict")
-        if type(items) not in (list, tuple, type({}.items())):
-            raise FormatError("a dict made of something else than pairs")
-        for pair in items:
-            if type(pair) not in (list, tuple) or len(pair) != 2:
-                raise FormatError("a dict made of something else than pairs")
-            check_key(pair[0], spend)
-        check_collisions(key for key, _ in items)
-        for key, value in items:
-            made[key] = value
-        return made
-
-    return call
-
-
-def _set(spend: Callable[[int], None], items: Any = ()) -> set[Any]:
-    if type(items) not in (list, tuple, set):
-        raise FormatError("a set made of something else than a list")
-    for item in items:
-        check_key(item, spend)
-    check_collisions(items)
-    return set(items)
-
-
-def _bytes(text: Any, encoding: Any) -> bytes:
-    if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        raise FormatError("bytes in an encoding that torch.save does not use")
-    return text.encode("latin-1")
-
-
-def _bytearray(content: Any = b"", encoding: Any = None) -> bytearray:
-    # Not a number: so many zeros are made of it.
-    if type(content) is bytes and encoding is None:
-        return bytearray(content)
-    return bytearray(_bytes(content, encoding))
-
-
-def _complex(real: Any, imaginary: Any = 0.0) -> complex:
-    if type(real) not in (int, float) or type(imaginary) not in (int, float):
-        raise FormatError("a complex number made of something else than two numbers")
-    return complex(real, imaginary)
-
-
-def _size(sizes: Any = ()) -> torch.Size:
-    numbers = _whole_numbers(sizes)
-    if numbers is None:
-        raise FormatError(f"{brief(sizes)} is not a size")
-    return torch.Size(numbers)
-
-
-def _device(kind: Any, index: Any = None) -> torch.device:
-    if type(kind) is not str or (index is not None and (not _is_whole(index) or index > 127)):
-        raise FormatError(f"{brief(kind)} is not a device")
-    try:
-        return torch.device(kind) if index is None else torch.device(kind, index)
-    except RuntimeError:
-        raise FormatError(f"{brief(kind)} is not a device") from None
-
-
-def _layout(name: Any) -> torch.layout:
-    if type(name) is not str or name not in _LAYOUTS:
-        raise FormatError(f"{brief(name)} is not a layout of tensors")
-    return _LAYOUTS[name]
-
-
 def _not_callable(*_: Any) -> NoReturn:
     raise FormatError(
         "the pickle makes tensors in a way of very old versions of torch; load it with torch and save again"
     )
 
 
-def _is_whole(number: Any) -> bool:
-    return type(number) is int and 0 <= number <= _MAX
-
-
-def _whole_numbers(numbers: Any, most: int = _MAX) -> tuple[int, ...] | None:
-    if type(numbers) not in (tuple, list, torch.Size) or len(numbers) > most or not all(map(_is_whole, numbers)):
-        return None
-    return tuple(numbers)
-
-
 _TENSOR: Final = Function("torch.Tensor", _not_callable)
 _PARAMETER: Final = Function("torch.nn.Parameter", _not_callable)
-
-_LAYOUTS: Final = {
-    str(layout): layout
-    for layout in (
-        torch.strided,
-        torch.sparse_coo,
-        torch.sparse_csr,
-        torch.sparse_csc,
-        torch.sparse_bsr,
-        torch.sparse_bsc,
-    )
-}
 
 _STORAGES: Final = {
     "DoubleStorage": torch.float64,
@@ -400,13 +328,7 @@ _SCHEMES: Final = (
 )
 
 
-def _functions(
-    module: str, nbytes: int = CALL, counts: bool = False, **calls: Callable[..., Any]
-) -> dict[tuple[str, str], Any]:
-    return {(module, name): Function(f"{module}.{name}", call, nbytes, counts) for name, call in calls.items()}
-
-
-_REBUILD: Final = _functions(
+_REBUILD: Final = functions(
     "torch._utils",
     _TENSOR_NBYTES,
     _rebuild_tensor=_tensor_v1,
@@ -426,13 +348,8 @@ _TENSOR_FUNCTIONS: Final = frozenset(_REBUILD.values())
 
 _NAMES: Final[dict[tuple[str, str], Any]] = {
     **_REBUILD,
-    **_functions("torch._tensor", _TENSOR_NBYTES, _rebuild_from_type_v2=_from_type),
-    **_functions("collections", counts=True, OrderedDict=_ordered_dict(OrderedDict), Counter=_ordered_dict(Counter)),
-    **_functions("builtins", counts=True, set=_set),
-    **_functions("builtins", bytearray=_bytearray, complex=_complex),
-    **_functions("_codecs", encode=_bytes),
-    **_functions("torch", Size=_size, device=_device),
-    **_functions("torch.serialization", _get_layout=_layout),
+    **functions("torch._tensor", _TENSOR_NBYTES, _rebuild_from_type_v2=_from_type),
+    **FUNCTIONS,
     ("torch", "Tensor"): _TENSOR,
     ("torch.nn.parameter", "Parameter"): _PARAMETER,
     **{("torch", str(value).removeprefix("torch.")): value for value in (*_DTYPES, *_QUANTIZED.values(), *_SCHEMES)},

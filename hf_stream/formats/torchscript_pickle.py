@@ -6,7 +6,8 @@ from typing import Any, Final
 
 from hf_stream.errors import FormatError
 from hf_stream.formats.budget import Budget
-from hf_stream.formats.pickle_reader import Function, Inert, InertClass, brief, read_pickle
+from hf_stream.formats.pickle_objects import Function, Inert, InertClass
+from hf_stream.formats.pickle_reader import brief, read_pickle
 from hf_stream.formats.torch_pickle import Refused, StorageRecord, TensorRecord, TorchPickle, find_name
 
 _CLASSES: Final = "__torch__"
@@ -45,12 +46,13 @@ def attributes_of(module: Any, name: str, budget: Budget) -> dict[str, TensorRec
         if id(owner) in seen:
             continue
         seen.add(id(owner))
-        if type(owner.state) is not dict or any(type(key) is not str for key in owner.state):
+        state = owner.given[-1]
+        if type(state) is not dict or any(type(key) is not str for key in state):
             raise FormatError(
                 f"'{name}': '{prefix or owner.name}' keeps its state in a way of its own, made by its code"
             )
         inner = []
-        for key, value in owner.state.items():
+        for key, value in state.items():
             if type(value) in _NAMED:
                 _spend_name(budget, name, len(prefix) + len(key))
                 if prefix + key in found:

@@ -16,7 +16,7 @@ import torch
 from hf_stream.errors import ArchiveError
 from hf_stream.formats.zip_records import Record
 from hf_stream.storage.file import FileStorage, reserve_space
-from hf_stream.storage.opened import Descriptor
+from hf_stream.storage.opened import Descriptor, is_closed
 
 _CHUNK = 1 << 20
 # Every dtype is aligned in the scratch file, and no record begins where an empty one does.
@@ -146,7 +146,7 @@ class InflatedFile(FileStorage):
         scratch = self._scratch
         if scratch is None:
             if self._closed:
-                raise ValueError(f"'{self.name}' is closed")
+                raise is_closed(self.name)
             fd, path = tempfile.mkstemp(prefix="hf-stream-")
             self._scratch = scratch = Descriptor(fd)
             os.unlink(path)

@@ -71,14 +71,15 @@ class OpenedFile:
         """A descriptor of the very file, open as long as the context is.
 
         Raises:
-            CopyError: The file is not held open and was replaced or, if it was opened to be read, changed since.
+            CopyError: The file was closed, or is not held open and was replaced or, if it was opened to be read,
+                changed since.
         """
         held = self._held
         if held is not None:
             yield held.number
             return
         if self._closed:
-            raise ValueError(f"'{self._name}' is closed")
+            raise is_closed(self._name)
         fd = self._open_again()
         try:
             yield fd
@@ -114,6 +115,14 @@ class OpenedFile:
 
     def _changed(self, fact: str) -> CopyError:
         return CopyError(f"'{self._name}' {fact} while it was in use. Open the checkpoint again.")
+
+
+def is_closed(name: str) -> CopyError:
+    """The error for a file that is read after it was closed."""
+    return CopyError(
+        f"'{name}' was closed, and with it the checkpoint that it belongs to. Materialize its tensors before that, "
+        "inside the with block, or open the checkpoint again."
+    )
 
 
 def _are_few(fd: int) -> bool:

@@ -34,6 +34,7 @@ def _arguments(size: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
     return b"(" + storage + b"K\x00" + b"".join(sizes) + b"\x89ccollections\nOrderedDict\n)Rt"
 
 
+_NAMED = b"cos\nsystem\nq\x05"
 _REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\nq\x02"
 
 
@@ -80,6 +81,17 @@ PICKLES: dict[str, Callable[[int], bytes]] = {
     ),
     "deflated": lambda k: _with_tensor(b"](" + b"}" * (k << 14) + b"e"),
     "modules": lambda k: _modules(k << 4),
+    "objects": lambda k: _with_tensor(b"](" + _NAMED + b"h\x05)R" * (k << 8) + b"e"),
+    "names": lambda k: _with_tensor(b"](" + b"ca\nb\n" * (k * 200) + b"e"),
+    "objects in objects": lambda k: _with_tensor(_NAMED + b")\x81" + b"h\x05)\x81" * (k << 8) + b"b" * (k << 8)),
+    "objects for keys": lambda k: _with_tensor(b"}(" + _NAMED + b"N" + b"h\x05)RN" * (k << 8) + b"u"),
+    "objects for parts of keys": lambda k: _with_tensor(
+        b"}((" + _NAMED + b"t" + _NAMED + (b"(" + b"h\x05)R" * 90 + b"tN") * (k * 3) + b"u"
+    ),
+    "given to many": lambda k: _with_tensor(
+        b"](]q\x06(" + b"]" * (k << 8) + b"e" + _NAMED + b"h\x05h\x06\x85R" * (k << 7) + b"e"
+    ),
+    "given what collides": lambda k: _with_tensor(_NAMED + b")\x81" + _keys_of_one_hash(k * 10)[1:]),
 }  # fmt: skip
 
 
@@ -105,10 +117,12 @@ def case(chance: random.Random, number: int, folder: Path) -> None:
     place, out = folder / "bomb.pt", folder / "out.safetensors"
     _write(list(PICKLES)[number % len(PICKLES)], chance.choice([10, 100, 300, 1000]), place)
     size = place.stat().st_size
-    limited.within_limits(5 + size // 100_000)
+    limited.within_limits(7 + size // 70_000)
     ways = {
         "open_checkpoint": lambda: dict(hf_stream.open_checkpoint(place)),
         "open_nested": lambda: hf_stream.open_nested(place),
+        "open_checkpoint, skipping": lambda: dict(hf_stream.open_checkpoint(place, skip_unreadable=True)),
+        "load_nested, skipping": lambda: hf_stream.load_nested(place, skip_unreadable=True),
         "load_nested": lambda: hf_stream.load_nested(place),
         "save_nested": lambda: hf_stream.save_nested(hf_stream.open_nested(place), out),
         "convert": lambda: hf_stream.convert(place, folder / "converted"),

@@ -114,7 +114,7 @@ def test_what_is_no_conversion_is_not_read(tmp_path, other, fact, caplog):
         assert caplog.records[-1].levelname == "WARNING"
     assert_same(hf_stream.load_nested(path), FLAT)
     (warning,) = caplog.messages[-1:]
-    assert "is not read in the place of 'foo.pt', and is no conversion of it" in warning
+    assert "is not read in the place of 'foo.pt', as it holds something else" in warning
     assert any(part in warning for part in fact.split("|"))
 
 
@@ -126,7 +126,11 @@ def test_what_is_no_conversion_is_not_read(tmp_path, other, fact, caplog):
         ({"step": torch.tensor(3)}, "'step' is another one"),
         ({"betas": (0.9, 0.99)}, "'betas/1' is another one"),
         ({"groups": []}, "'groups/0/lr' is missing"),
+        ({"groups": ({"lr": 0.1},)}, "'groups' is another one"),
+        ({"groups": {0: {"lr": 0.1}}}, "'groups' is another one"),
+        ({"empty": []}, "'empty' is another one"),
         ({"more": 1}, "'more' is new"),
+        ({"more": {"inside": ()}}, "'more/inside' is new"),
     ],
 )
 def test_other_values_make_it_no_conversion(tmp_path, change, fact, caplog):
@@ -137,8 +141,8 @@ def test_other_values_make_it_no_conversion(tmp_path, change, fact, caplog):
 
 
 def test_the_kinds_of_dicts_and_their_order_do_not_matter(tmp_path):
-    path = torch_file(tmp_path, OrderedDict(model=OrderedDict(FLAT), none={}))
-    other = {"model": dict(reversed(OTHER.items()))}
+    path = torch_file(tmp_path, OrderedDict(model=OrderedDict(FLAT), none=OrderedDict()))
+    other = {"none": {}, "model": dict(reversed(OTHER.items()))}
     beside(tmp_path, other)
     assert_same(hf_stream.load_nested(path), other)
 
@@ -161,19 +165,22 @@ def test_a_file_that_cannot_be_opened_itself_has_a_way_round(tmp_path, caplog):
             return print, ("run",)
 
     path = torch_file(tmp_path, {**FLAT, "code": Code()})
-    with pytest.raises(FormatError, match=r"__builtin__\.print"):
+    with pytest.raises(FormatError, match=r"'code' is an object made by 'builtins\.print'"):
         loaded(path)
     save_file(OTHER, tmp_path / "foo.safetensors")
     assert_same(dict(sorted(loaded(path).items())), OTHER)
     assert "cannot be read itself" in caplog.messages[0]
 
 
-def test_a_file_of_an_old_format_is_not_loaded_to_compare_it(tmp_path, caplog):
+def test_a_file_of_an_old_format_is_compared_as_well(tmp_path, caplog):
     path = torch_file(tmp_path, _use_new_zipfile_serialization=False)
     save_file(OTHER, tmp_path / "foo.safetensors")
     assert_same(dict(sorted(loaded(path).items())), OTHER)
     assert_same(dict(sorted(hf_stream.load_nested(path).items())), OTHER)
-    assert "loaded as a whole" not in caplog.text
+    save_file({**OTHER, "c": torch.ones(1)}, tmp_path / "foo.safetensors")
+    assert_same(loaded(path), FLAT)
+    assert_same(hf_stream.load_nested(path), FLAT)
+    assert "'c' is new" in caplog.text
 
 
 def test_the_file_itself_need_not_be_there(tmp_path):

@@ -76,12 +76,39 @@ def test_small_expanded_tensors_are_written_as_their_values(tmp_path: Path) -> N
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].equal(torch.ones(3, 4))
 
 
-def test_legacy_files_of_overlapping_views_load(tmp_path: Path) -> None:
-    w = torch.arange(16.0).reshape(4, 4)
-    state = {"turned": w.T, "diagonal": w.diagonal()}
-    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    loaded = hf_stream.load_nested(tmp_path / "x.pt")
-    assert all(loaded[name].equal(tensor) for name, tensor in state.items())
+W = torch.arange(24.0).reshape(4, 6)
+C = torch.complex(W, -W)
+OVERLAPS = {
+    "turned": [W.T, W.diagonal()],
+    "rows": [W[1:3], W[2:], W],
+    "columns": [W[:, :4], W[:, 2:]],
+    "parts": [W[1:3, 1:3], W[2:4, 2:4]],
+    "steps": [W.view(-1)[::2], W.view(-1)[::3], W.view(-1)[1::5]],
+    "windows": [W.view(-1).unfold(0, 4, 2), W[0]],
+    "itself": [W.view(-1).as_strided((5, 4), (2, 1)), W.view(-1).as_strided((3, 3), (1, 1), 20 - 4)],
+    "expanded": [W[:1].expand(5, 6), W[1, 2].expand(3, 2), W],
+    "parameters": [torch.nn.Parameter(W), torch.nn.Parameter(W[1:]), W[0]],
+    "empty": [W[4:], W[:, :0], W],
+    "signs": [C.conj(), C.T.conj(), C],
+    "one in another's middle": [W[1, 2:4], W[1]],
+}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("kind", OVERLAPS)
+def test_overlapping_views_load_from_files_of_both_formats(tmp_path: Path, kind: str, zipped: bool) -> None:
+    path = tmp_path / "x.pt"
+    torch.save(OVERLAPS[kind], path, _use_new_zipfile_serialization=zipped)
+    wanted = torch.load(path, weights_only=True)
+    for found in (
+        hf_stream.load_nested(path),
+        hf_stream.materialize(hf_stream.open_nested(path)),
+        list(hf_stream.materialize(hf_stream.open_checkpoint(path)).values()),
+        hf_stream.load_nested(hf_stream.save_nested(hf_stream.open_nested(path), tmp_path / "s.safetensors")),
+    ):
+        for ours, torchs in zip(found, wanted, strict=True):
+            assert (ours.dtype, ours.shape) == (torchs.dtype, torchs.shape)
+            assert torch.equal(ours, torchs.detach())
 
 
 _OVERLAPPING = """

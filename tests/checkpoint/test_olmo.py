@@ -245,6 +245,18 @@ def test_the_optimizer_goes_on_as_if_nothing_had_happened(tmp_path):
     assert torch.equal(steps(resumed, other, 3), steps(optimizer, weight, 3))
 
 
+def test_the_empty_state_of_sgd_which_olmo_loses_is_read_from_the_file_itself(tmp_path, caplog):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    torch.save(optimizer.state_dict(), tmp_path / "optim.pt")
+    write(tmp_path / "optim.safetensors", optimizer.state_dict())
+    assert list(hf_stream.open_nested(tmp_path / "optim.safetensors")) == ["param_groups"]
+    for read in (hf_stream.open_nested, hf_stream.load_nested):
+        assert_same(read(tmp_path / "optim.pt"), optimizer.state_dict())
+    assert "not read in the place of 'optim.pt', as it holds something else: 'state' is missing" in caplog.text
+    torch.optim.SGD([weight], lr=0.5).load_state_dict(hf_stream.load_nested(tmp_path / "optim.pt"))
+
+
 def test_a_flat_file_opens_by_its_names(tmp_path):
     tensors = {"transformer.wte.weight": torch.randn(4, 2), "transformer.ln_f.weight": torch.randn(2)}
     path = write(tmp_path / "model.safetensors", tensors)

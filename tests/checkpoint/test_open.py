@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from samples import DTYPES, random_bits, same_bits
+from torch_files import records_of, write_records
 
 import hf_stream
 from hf_stream import open_checkpoint
 from hf_stream.checkpoint import open_files
-from hf_stream.errors import CheckpointError, FormatError
+from hf_stream.errors import CheckpointError, CopyError, FormatError
 
 
 def _sharded(directory: Path) -> dict[str, torch.Tensor]:
@@ -252,3 +256,48 @@ def test_opening_reads_headers_and_nothing_else(tmp_path: Path, monkeypatch: pyt
         (info,) = checkpoint.headers[name].tensors.values()
         assert not storage.read_counts[info.start :].any()
         assert (storage.read_counts[: info.start] >= 1).all()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "shards", "torch", "legacy", "deflated", "olmo"])
+def test_a_with_block_closes_the_files(tmp_path: Path, kind: str) -> None:
+    tensors = {"a": torch.arange(6.0), "b": torch.ones(3)}
+    path = tmp_path / ("x.safetensors" if kind in ("safetensors", "olmo") else "x.pt")
+    if kind == "shards":
+        path = hf_stream.save_checkpoint(tensors, tmp_path / "shards", max_shard_size=20)
+    elif kind == "safetensors":
+        save_file(tensors, path)
+    elif kind == "olmo":
+        names = {name: base64.urlsafe_b64encode(pickle.dumps(((name,), False))).decode() for name in tensors}
+        save_file({names[name]: tensor for name, tensor in tensors.items()}, path)
+    else:
+        torch.save(tensors, path, _use_new_zipfile_serialization=kind != "legacy")
+    if kind == "deflated":
+        write_records(path, records_of(path), zipfile.ZIP_DEFLATED)
+    before = set(os.listdir("/proc/self/fd"))
+    with hf_stream.open_checkpoint(path) as checkpoint:
+        lazy = checkpoint["a"]
+        loaded = lazy.materialize()
+        (mapped,) = hf_stream.materialize([checkpoint["b"]], alias=True)
+    assert set(os.listdir("/proc/self/fd")) <= before
+    assert loaded.equal(tensors["a"])
+    assert mapped.equal(tensors["b"])
+    assert (list(checkpoint), list(checkpoint["a"].shape)) == (["a", "b"], [6])
+    for use in (
+        lambda: lazy.materialize(),
+        lambda: checkpoint["b"].materialize(),
+        lambda: hf_stream.materialize(checkpoint, alias=True),
+        lambda: hf_stream.save_checkpoint(checkpoint, tmp_path / "out"),
+        lambda: torch.ones(6).copy_(lazy),
+    ):
+        with pytest.raises(CopyError, match=r"was closed.* inside the with block"):
+            use()
+    assert not (tmp_path / "out").exists()
+    checkpoint.close()
+
+
+def test_an_error_in_a_with_block_comes_through_and_closes(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    with pytest.raises(ZeroDivisionError), hf_stream.open_checkpoint(tmp_path / "x.safetensors") as checkpoint:
+        1 / 0  # noqa: B018
+    with pytest.raises(CopyError, match="was closed"):
+        checkpoint["a"].materialize()

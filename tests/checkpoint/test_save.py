@@ -175,7 +175,8 @@ def test_after_an_error_the_destination_is_as_it_was(tmp_path: Path, exists: boo
     if exists:
         hf_stream.save_checkpoint({"old": torch.ones(3)}, out)
     before = files_of(tmp_path)
-    with pytest.raises(CopyError, match="'a'"):
+    # Where the file was to be, and not where it was growing.
+    with pytest.raises(CopyError, match=rf"'a': .* to {out}/model-00001-of-00002\.safetensors \(at byte"):
         hf_stream.save_checkpoint({"a": lazy, "b": torch.ones(5)}, out, max_shard_size=100)
     assert files_of(tmp_path) == before
     assert (tmp_path / "deep").exists() == exists
@@ -253,3 +254,31 @@ def test_groups_sizes_and_names_of_files_are_the_callers(tmp_path: Path) -> None
     for name in ("x{y}.safetensors", "x{y}-00001-of-00002.safetensors", "the.index.json"):
         assert files.family.fullmatch(name)
     assert not files.family.fullmatch("x{y}zsafetensors")
+
+
+def test_a_path_of_a_file_is_one_file_beside_which_all_stays(tmp_path: Path) -> None:
+    hf_stream.save_checkpoint({"w": torch.zeros(1)}, tmp_path)
+    hf_stream.save_checkpoint({f"w{n}": torch.zeros(100) for n in range(3)}, tmp_path / "other", max_shard_size=500)
+    before = files_of(tmp_path)
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    file = tmp_path / "adapter.v1.safetensors"
+    assert hf_stream.save_checkpoint(tensors, file, metadata={"rank": "8"}) == file
+    assert files_of(tmp_path) == {**before, file.name: save(tensors, {"rank": "8", "format": "pt"})}
+    # Over itself, from what it holds.
+    hf_stream.save_checkpoint({"c": hf_stream.open_checkpoint(file)["a"].T}, str(file))
+    assert load_file(file)["c"].equal(tensors["a"].T)
+    assert files_of(tmp_path).keys() == before.keys() | {file.name}
+    with hf_stream.CheckpointWriter(tmp_path / "new" / "x.safetensors", tensors) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    assert files_of(tmp_path / "new") == {"x.safetensors": save(tensors, {"format": "pt"})}
+
+
+def test_one_file_has_no_shards_and_takes_no_directorys_place(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'x\.safetensors' is to be one file.*max_shard_size"):
+        hf_stream.save_checkpoint({"a": torch.ones(1)}, tmp_path / "x.safetensors", max_shard_size="1GB")
+    (tmp_path / "x.safetensors").mkdir()
+    (tmp_path / "x.safetensors" / "file").touch()
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
+        hf_stream.save_checkpoint({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    assert files_of(tmp_path) == {"x.safetensors/file": b""}

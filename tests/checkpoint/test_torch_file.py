@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import logging
 import os
 import pickle
 import struct
@@ -31,7 +30,7 @@ from torch_files import (
 )
 
 import hf_stream
-from hf_stream.checkpoint.torch_file import open_torch_file
+from hf_stream.checkpoint.torch_nesting import open_torch_file
 from hf_stream.errors import CopyError, FormatError
 from hf_stream.lazy import LazyTensor
 from hf_stream.storage.inflated import InflatedFile
@@ -341,11 +340,21 @@ def test_records_without_checksums_are_reported(caplog: pytest.LogCaptureFixture
     assert "has no CRC-32 for 9 of its records" in caplog.text
 
 
-def test_files_of_the_old_format_say_what_they_cost(caplog: pytest.LogCaptureFixture) -> None:
-    path = FOLDER / "good/legacy_plain_state_dict.pt"
-    with caplog.at_level(logging.WARNING):
-        open_torch_file(path)
-    assert f"{path.stat().st_size} bytes of memory" in caplog.text
+def test_files_of_the_old_format_have_no_checksums(caplog: pytest.LogCaptureFixture) -> None:
+    open_torch_file(FOLDER / "good/legacy_plain_state_dict.pt", verify=True)
+    assert "legacy_plain_state_dict.pt' is from before torch 1.6 and has no checksums" in caplog.text
+
+
+def test_files_of_the_old_format_are_read_in_place(tmp_path: Path, monkeypatch, counting_file) -> None:
+    state = {"a": torch.arange(100_000.0), "b": torch.arange(7, dtype=torch.int8), "c": torch.ones(50_000)}
+    torch.save(state, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    monkeypatch.setattr("hf_stream.checkpoint.torch_file.FileStorage", counting_file)
+    ours = open_torch_file(tmp_path / "x.pt")
+    file = ours["a"]._source.storage
+    before = int(file.read_counts.sum())
+    assert ours["a"][10:12].tolist() == [10.0, 11.0]
+    assert int(file.read_counts.sum()) == before + 8
+    assert_same_state(ours, state)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +417,7 @@ _HOOKS = b"\x89ccollections\nOrderedDict\n)R"
         (b"\x80\x02}", b"\x80\x02(}", "one object"),
         (b"_rebuild_tensor_v2", b"_rebuild_tensor_v9", "_rebuild_tensor_v9"),
         (b"torch\nByteStorage", b"torch\nQInt8Storage", "is a tensor of torch.qint8"),
-        (b"s.", b"s" + _text("kind") + b"ctorch\nByteStorage\ns.", "'kind' is a function or a class"),
+        (b"s.", b"s" + _text("kind") + b"ctorch\nByteStorage\ns.", "'kind' is a class of storages"),
         # Counted, not taken for items
         (b"s.", b"s" + _text("c") + b"ccollections\nCounter\n](K\x01K\x02\x86K\x03K\x04\x86e\x85Rs.", "Counter"),
     ],
@@ -451,7 +460,7 @@ class _Inner(torch.nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
 def test_torchscript_archives_are_read_without_their_code(tmp_path: Path) -> None:
     module = torch.nn.Sequential(_Inner(), _Inner())
     module[1].linear.weight = module[0].linear.weight

@@ -150,7 +150,7 @@ def test_descriptor_is_not_inherited_and_closes(path):
         assert not os.get_inheritable(fd)
     file.close()
     file.close()
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(CopyError, match="was closed"):
         file.read_into(memoryview(bytearray(1)), 0)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_stream.errors import FormatError
+from hf_stream.errors import CopyError, FormatError
 from hf_stream.formats.zip_records import Record
 from hf_stream.storage import FileStorage
 from hf_stream.storage.inflated import InflatedFile, inflate
@@ -160,5 +160,5 @@ def test_closing_gives_the_space_back(packed: FileStorage) -> None:
     file.close()
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)
-    with pytest.raises(ValueError, match="closed"):
+    with pytest.raises(CopyError, match="was closed"):
         _read(file)

@@ -113,7 +113,7 @@ def test_a_closed_file_stays_closed(path: Path) -> None:
     storage = FileStorage(path, hold=False)
     storage.close()
 
-    with pytest.raises(ValueError, match="is closed"):
+    with pytest.raises(CopyError, match="was closed"):
         read(storage, 0, 1)
 
 

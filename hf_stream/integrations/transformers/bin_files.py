@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import modeling_utils
 
-from hf_stream.checkpoint.torch_file import open_torch_file
+from hf_stream.checkpoint.torch_nesting import open_torch_file
 from hf_stream.checkpoint.weight_files import TORCH_SUFFIXES
 from hf_stream.errors import CheckpointError
 from hf_stream.integrations.transformers.hooks import current_request

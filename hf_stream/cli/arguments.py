@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from hf_stream.cli.loading import load
 from hf_stream.errors import FormatError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class DtypeParam(click.ParamType["torch.dtype"]):
     name = "dtype"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> torch.dtype:
+        load()
         types = _floating_types()
         if value.lower() not in types:
             self.fail(f"'{value}' is not a floating-point type; known are {', '.join(types)}", param, ctx)
@@ -44,6 +46,7 @@ class SizeParam(click.ParamType[int]):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        load()
         from hf_stream.formats.shards import parse_size
 
         try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from hf_stream.cli.loading import load
 from hf_stream.errors import ArgumentError
 from hf_stream.utils.sizes import parse_size
 
@@ -29,6 +30,7 @@ class DtypeParam(click.ParamType["torch.dtype"]):
     name = "dtype"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> torch.dtype:
+        load()
         types = _floating_types()
         if value.lower() not in types:
             self.fail(f"'{value}' is not a floating-point type; known are {', '.join(types)}", param, ctx)

@@ -7,10 +7,11 @@ import os
 import click
 
 from hf_stream.cli.arguments import quiet_option
+from hf_stream.cli.loading import Command
 from hf_stream.cli.program import say
 
 
-@click.command()
+@click.command(cls=Command)
 @click.argument("directory", metavar="DIR", type=click.Path())
 @click.option("--force", is_flag=True, help="Give up a checkpoint that cannot be completed.")
 @quiet_option

@@ -10,6 +10,7 @@ import click
 
 from hf_stream.cli.arguments import json_option, source_argument
 from hf_stream.cli.conversion import Wanted, conversion_options
+from hf_stream.cli.loading import Command
 from hf_stream.cli.plan import show_plan
 from hf_stream.cli.program import say
 from hf_stream.utils.text import count, size
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from hf_stream.checkpoint.conversion import Outcome
 
 
-@click.command()
+@click.command(cls=Command)
 @source_argument
 @click.argument("destination", metavar="DST", type=click.Path())
 @conversion_options

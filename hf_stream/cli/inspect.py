@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from hf_stream.cli.arguments import json_option, key_option, selection_options, source_argument
+from hf_stream.cli.loading import Command
 from hf_stream.cli.program import show
 
 if TYPE_CHECKING:
     from hf_stream.checkpoint import Checkpoint
 
 
-@click.command()
+@click.command(cls=Command)
 @source_argument
 @key_option
 @selection_options

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import click
 
+from hf_stream.cli.loading import Command
 from hf_stream.utils.text import Table
 
 
-@click.command()
+@click.command(cls=Command)
 def layouts() -> None:
     """List the layouts that --layout knows by name."""
     from hf_stream.layouts import names

@@ -9,10 +9,11 @@ import click
 
 from hf_stream.cli.arguments import json_option, source_argument
 from hf_stream.cli.conversion import Wanted, conversion_options
+from hf_stream.cli.loading import Command
 from hf_stream.cli.program import show
 
 
-@click.command()
+@click.command(cls=Command)
 @source_argument
 @click.argument("destination", metavar="[DST]", required=False, type=click.Path())
 @conversion_options

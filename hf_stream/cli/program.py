@@ -15,13 +15,13 @@ from typing import Any
 
 import click
 
+from hf_stream.cli.loading import INTERRUPTED
 from hf_stream.errors import HfStreamError
 from hf_stream.utils.text import Table, printable, printable_lines
 
-# As diff and grep have it: 1 is an answer, 2 is trouble. The last two are what the shell gives for SIGINT and SIGPIPE.
+# As diff and grep have it: 1 is an answer, 2 is trouble. The last is what the shell gives for SIGPIPE.
 DIFFERENT = 1
 FAILED = 2
-INTERRUPTED = 130
 PIPE_CLOSED = 141
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hf_stream.cli.arguments import key_option, layout_options, quiet_option
+from hf_stream.cli.loading import Command
 from hf_stream.cli.program import DIFFERENT, say
 from hf_stream.utils.text import count, printable, size
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from hf_stream.checkpoint import Differences
 
 
-@click.command(epilog="Exit codes: 0 equal; 1 different; 2 an error, usage included.")
+@click.command(cls=Command, epilog="Exit codes: 0 equal; 1 different; 2 an error, usage included.")
 @click.argument("first", metavar="A", type=click.Path())
 @click.argument("second", metavar="B", type=click.Path())
 @key_option

@@ -195,17 +195,21 @@ def test_ctrl_c_before_anything_is_written(source: Path, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
+CTRL_C = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+
+
 @pytest.mark.parametrize(
-    "torch",
+    ("module", "content"),
     [
-        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n",
+        ("click", CTRL_C),
+        ("torch", CTRL_C),
         # What pybind11 does with an exception in a module's initialisation.
-        "raise ImportError('initialization failed') from KeyboardInterrupt()\n",
+        ("torch", "raise ImportError('initialization failed') from KeyboardInterrupt()\n"),
     ],
 )
-def test_ctrl_c_while_torch_is_imported(torch: str, source: Path, tmp_path: Path) -> None:
+def test_ctrl_c_while_modules_are_imported(module: str, content: str, source: Path, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
-    (tmp_path / "first" / "torch.py").write_text(torch)
+    (tmp_path / "first" / f"{module}.py").write_text(content)
 
     result = process("verify", source, source, PYTHONPATH=f"{tmp_path / 'first'}:{ROOT}")
 

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from hf_stream.checkpoint.open import open_checkpoint
+from hf_stream.errors import ArgumentTypeError
 from hf_stream.lazy import LazyTensor, named_tensors
+from hf_stream.lazy.given import kind
 
 Side = str | os.PathLike[str] | Mapping[str, torch.Tensor] | nn.Module
 
@@ -24,6 +26,8 @@ def tensors_of(side: Side) -> Mapping[str, torch.Tensor]:
         return {name: tensor for name, tensor in side.state_dict().items() if isinstance(tensor, torch.Tensor)}
     if isinstance(side, str | os.PathLike):
         return open_checkpoint(side, prefer_safetensors=False)
+    if not isinstance(side, Mapping):
+        raise ArgumentTypeError(f"verify takes paths, modules and mappings of named tensors, got {kind(side)}")
     return named_tensors(side, "verify")
 
 

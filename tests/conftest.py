@@ -8,11 +8,21 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from repeatable import pytest_collectstart, pytest_fixture_setup, pytest_runtest_call
+from repeatable import (
+    pytest_collectstart,
+    pytest_fixture_setup,
+    pytest_runtest_call,
+    pytest_xdist_auto_num_workers,
+)
 
 from hf_stream.storage import FileStorage
 
-__all__ = ["pytest_collectstart", "pytest_fixture_setup", "pytest_runtest_call"]
+__all__ = [
+    "pytest_collectstart",
+    "pytest_fixture_setup",
+    "pytest_runtest_call",
+    "pytest_xdist_auto_num_workers",
+]
 
 # Shells start what runs in the background with interrupts ignored, and so would every process that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,11 +1,12 @@
 """The same test run for everybody: chance is drawn from seeds that tests' names give, whatever ran before.
 
-`conftest.py` imports the hooks. Hypothesis draws what the name and the text of a property test say; `scripts/fuzz` lets it
-draw something else.
+`conftest.py` imports the hooks. Hypothesis draws what the name and the text of a property test say; `scripts/fuzz` lets
+it draw something else.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
 
@@ -42,12 +43,21 @@ class TorchRandom:
 register_random(TorchRandom)
 
 
+MOST_PROCESSES = 4
+
+
 def seed(name: str) -> None:
     """Seed everything that tests draw from."""
     number = zlib.crc32(name.encode())
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means. Each process imports torch and transformers: more than a few are slower than few."""
+    return min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:

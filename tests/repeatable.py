@@ -45,6 +45,9 @@ register_random(TorchRandom)
 
 MOST_PROCESSES = 4
 
+for _name in [name for name in os.environ if name.startswith("HF_STREAM_")]:
+    del os.environ[_name]
+
 
 def seed(name: str) -> None:
     """Seed everything that tests draw from."""

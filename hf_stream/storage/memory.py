@@ -109,6 +109,16 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
+def trim_heap() -> None:
+    """Have the allocator give freed memory back to the system; best effort, never fails.
+
+    The allocator of glibc takes blocks of less than 32 MiB from its heap, and keeps what lies below anything in use.
+    """
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def advise_huge_pages(tensor: torch.Tensor) -> None:
     """Ask the kernel for huge pages under a CPU tensor that is about to be filled; best effort, never fails.
 

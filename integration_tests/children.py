@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,17 +17,23 @@ sys.path.insert(0, str(Path(__file__).with_name("reliability")))
 from calls import NAMES, Watch, kill_at
 
 
-class Slow:
-    """Tells how the work goes on, and gives whoever wants to kill this process the time to do so."""
+class Stops:
+    """Goes no further after some moves, and says so: for whoever wants to kill this process there."""
+
+    def __init__(self, moves: int) -> None:
+        self.left = moves
 
     def update(self, n: int) -> None:
-        sys.stdout.write(f"{n}\n")
-        sys.stdout.flush()
-        time.sleep(0.1)
+        self.left -= 1
+        if self.left == 0:
+            sys.stdout.write("stopped\n")
+            sys.stdout.flush()
+        if self.left <= 0:
+            sys.stdin.read()
 
 
-def convert_slowly(source: str, destination: str, max_shard_size: str) -> None:
-    hf_stream.convert(source, destination, max_shard_size=int(max_shard_size), progress=Slow())
+def convert_and_stop(source: str, destination: str, max_shard_size: str, moves: str) -> None:
+    hf_stream.convert(source, destination, max_shard_size=int(max_shard_size), progress=Stops(int(moves)))
 
 
 def save_until_killed(template: str, top: str, value: str, max_shard_size: str) -> None:
@@ -75,11 +80,14 @@ def die_after(limit: int, top: Path) -> None:
     Watch(top, NAMES | {"chmod"}, kill_at(limit)).__enter__()
 
 
-def save_again_and_again(directory: str, value: str, times: str) -> None:
-    """Save `times` checkpoints full of `value`, in shards and in one file by turns; wait while somebody else saves."""
+def save_again_and_again(directory: str, value: str, times: str, enough: str) -> None:
+    """Save checkpoints full of `value`, in shards and in one file by turns; wait while somebody else saves.
+
+    At least `times` of them, and on until the file `enough` is there.
+    """
     tensors = {f"t{n}": torch.full((1000,), float(value)) for n in range(6)}
     done = 0
-    while done < int(times):
+    while done < int(times) or not os.path.exists(enough):
         try:
             hf_stream.save_checkpoint(tensors, directory, max_shard_size=8000 if done % 2 else "1GB")
             done += 1

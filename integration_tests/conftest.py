@@ -7,6 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 from hub_server import HubServer
+from repeatable import (
+    pytest_collectstart,
+    pytest_fixture_setup,
+    pytest_runtest_call,
+    pytest_xdist_auto_num_workers,
+)
+
+__all__ = [
+    "pytest_collectstart",
+    "pytest_fixture_setup",
+    "pytest_runtest_call",
+    "pytest_xdist_auto_num_workers",
+]
 
 # Shells start what runs in the background with interrupts ignored, and so would every process that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -15,6 +15,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 import hf_stream
 from hf_stream.layouts import dequantize_fp8_blocks
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 BUFFER = 16 * MIB
 # One piece of a weight, in FP8 and in bfloat16, and what is in float32 of it.

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 BENCHMARKS = Path(__file__).parent / "benchmarks"
 MIB = 1 << 20
 # The default buffer, and Python objects.

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from memory_peaks import in_fresh_process
 
+pytestmark = pytest.mark.alone
+
 MIB = 1 << 20
 BUFFER = 16 * MIB
 # Python objects, threads' stacks, and what the allocator keeps.

@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 from architectures import model_types
 
+pytestmark = pytest.mark.alone
+
 WORKER = str(Path(__file__).with_name("sweeping.py"))
 PROCESSES = 2
 # Seconds for one model type before its process is given up.

@@ -10,6 +10,8 @@ import torch
 from memory_peaks import in_fresh_process
 from safetensors import safe_open
 
+pytestmark = pytest.mark.alone
+
 # The default buffer, and Python objects.
 LIMIT = 96 << 20
 

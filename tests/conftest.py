@@ -8,14 +8,21 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from repeatable import (
+    pytest_collectstart,
+    pytest_fixture_setup,
+    pytest_runtest_call,
+    pytest_xdist_auto_num_workers,
+)
 
 from hf_stream.storage import FileStorage
 
-# How fast a machine is, and what else runs on it, is no matter of right and wrong.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("untimed")
-
+__all__ = [
+    "pytest_collectstart",
+    "pytest_fixture_setup",
+    "pytest_runtest_call",
+    "pytest_xdist_auto_num_workers",
+]
 
 # Shells start what runs in the background with interrupts ignored, and so would every process that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

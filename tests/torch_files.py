@@ -22,9 +22,6 @@ from hf_stream.lazy import reads
 FOLDER = Path(__file__).parent / "data" / "torch_save"
 _ROWS = torch.contiguous_format
 
-# Creating this is what the hostile files are after.
-PWNED = Path("/tmp/pwned_by_pickle")
-
 
 def files(*folders: str) -> list[str]:
     """Names of the real files, such as "good/plain_state_dict.pt"."""

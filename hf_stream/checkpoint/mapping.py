@@ -12,6 +12,7 @@ from torch import nn
 from hf_stream.checkpoint.matches import Matches
 from hf_stream.checkpoint.quantized import check_whole
 from hf_stream.errors import ArgumentTypeError, LayoutError
+from hf_stream.lazy import planned
 from hf_stream.lazy.given import kind
 
 FileFormat: TypeAlias = Literal["safetensors", "torchscript"]
@@ -53,7 +54,7 @@ def map_tensors(
     check_layout(layout)
     with_matches = getattr(layout, "with_matches", None)
     result: Any
-    result, matches = (layout(tensors), Matches()) if with_matches is None else with_matches(tensors)
+    result, matches = (planned(layout, tensors), Matches()) if with_matches is None else planned(with_matches, tensors)
     if not isinstance(result, Mapping):
         remedy = "; it makes a layout when it is called: pass what it returns" if callable(result) else ""
         raise LayoutError(f"a layout must return a mapping of names to tensors, got {kind(result)}{remedy}")

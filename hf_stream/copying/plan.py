@@ -75,6 +75,8 @@ class Plan:
         """
         touched: dict[Hashable, list[Touch]] = {}
         for index, copy in enumerate(self.copies):
+            if not copy.dst.numel:
+                continue  # nothing moves, and views of empty tensors begin behind their storage
             for region, writes in ((copy.src, False), (copy.dst, True)):
                 start, stop = region.span
                 if start < 0 or stop > region.storage.nbytes or min(region.stride, default=0) < 0:

@@ -12,6 +12,7 @@ import torch
 from hf_stream.errors import HfStreamError, LayoutError
 from hf_stream.layouts.pattern import compile_patterns
 from hf_stream.layouts.rule import Move, Named, Rule, group_move, shape_text, texts
+from hf_stream.lazy import planned
 from hf_stream.lazy.given import kind
 
 
@@ -86,7 +87,8 @@ class Apply(Rule):
         srcs: Patterns of the tensors that make one group, or a single one.
         dsts: Patterns of the results, or a single one; the same placeholders as `srcs`.
         fn: Takes the tensors of a group in the order of `srcs`, and returns one tensor, or a sequence of as many as
-            there are `dsts`. It must not write into its arguments.
+            there are `dsts`. It must not write into its arguments; tensors that it makes, it may fill as it likes.
+            Nothing is computed before a result is needed, unless it asks for values, which is said in a warning.
         inverse: The same in the other direction; without it the rule cannot be inverted.
     """
 
@@ -102,7 +104,7 @@ class Apply(Rule):
     def run(self, group: Sequence[Named]) -> Sequence[torch.Tensor]:
         tensors = [tensor for _, tensor in group]
         try:
-            result = self.fn(*tensors)
+            result = planned(self.fn, *tensors)
         except HfStreamError:
             raise
         except Exception as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hf_stream.lazy.deferred import lazies_in
+from hf_stream.lazy.deferred import as_they_are, lazies_in
 from hf_stream.lazy.sources import Compute, Output
 from hf_stream.lazy.tensor import LazyTensor
 
@@ -27,9 +27,10 @@ def defer(
     """
     if any(tensor.is_meta for tensor in inputs):
         return torch.empty(shape, dtype=dtype, device="meta")
-    lazies = lazies_in(list(inputs))
+    inputs = as_they_are(tuple(inputs))
+    lazies = lazies_in(inputs)
     if not lazies:
         return function(*inputs)
     result = torch.empty(shape, dtype=dtype, device="meta")
-    compute = Compute(function, tuple(inputs), {}, lazies, (result,))
+    compute = Compute(function, inputs, {}, lazies, (result,))
     return LazyTensor(result, Output(compute, 0), lazies[0].device)

@@ -20,10 +20,13 @@ from hf_stream.copying.plan import Copy
 from hf_stream.copying.region import Region
 from hf_stream.errors import LazyTensorError
 from hf_stream.lazy.lower import Pending, lower
-from hf_stream.lazy.sources import Compute, Leaf, Output
+from hf_stream.lazy.recording import is_recording, recording
+from hf_stream.lazy.sources import Buffer, Compute, Leaf, Output
 from hf_stream.lazy.tensor import LazyTensor
-from hf_stream.storage.memory import MemoryStorage
+from hf_stream.storage.memory import MemoryStorage, trim_heap
 
+# Freed bytes that are worth a call of the allocator.
+_TRIMMED = 16 << 20
 # A storage for regions that are planned and never run.
 NOWHERE = MemoryStorage(torch.empty(0, device="cpu"))
 
@@ -103,6 +106,7 @@ def run_deferred(
     """
     inputs: dict[Compute, _Inputs] = {}
     outputs: dict[Compute, Sequence[torch.Tensor]] = {}
+    freed = 0
     for kind, compute, dep in steps(wanted):
         if kind == "take" and dep is not None:
             if compute not in inputs:
@@ -111,11 +115,15 @@ def run_deferred(
         elif kind == "run":
             ready = inputs.pop(compute, None) or _Inputs(compute, buffer_size)
             outputs[compute] = _as_promised(compute, ready.call())
+            freed += ready.nbytes
             del ready
         elif kind == "give":
             yield compute, outputs[compute]
         else:
-            del outputs[compute]
+            freed += sum(output.nbytes for output in outputs.pop(compute))
+            if freed >= _TRIMMED:
+                trim_heap()
+                freed = 0
 
 
 def call_now(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -134,10 +142,26 @@ def lazies_in(tree: Any) -> list[LazyTensor]:
     return list({id(leaf): leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, LazyTensor)}.values())
 
 
+def as_they_are(tree: Any) -> Any:
+    """A nest of arguments in which lazies stay what they are now, whatever is written into their memory later."""
+    if not is_recording():
+        return tree
+    kept: dict[int, LazyTensor] = {}
+
+    def keep(lazy: LazyTensor) -> LazyTensor:
+        if not isinstance(lazy._held, Buffer):
+            return lazy
+        if id(lazy) not in kept:
+            kept[id(lazy)] = LazyTensor(lazy._window, lazy._source, lazy.device)
+        return kept[id(lazy)]
+
+    return pytree.tree_map_only(LazyTensor, keep, tree)
+
+
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """Run torch ops as they were recorded: what autograd and autocast do to an op is done already."""
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), torch._C._DisableAutocast(), recording(False):
         yield
 
 
@@ -157,6 +181,7 @@ class _Inputs:
     def __init__(self, compute: Compute, buffer_size: int) -> None:
         self._compute = compute
         self._buffer_size = buffer_size
+        self.nbytes = 0  # of the tensors made here
         self._real: dict[int, torch.Tensor] = {}
         self._copies: list[Copy] = []
         self._pending: dict[Compute, list[Pending]] = {}
@@ -166,6 +191,7 @@ class _Inputs:
             real = in_memory(lazy)
             if real is None:
                 real, elements, place = _buffer_for(lazy, lazy.device)
+                self.nbytes += real.untyped_storage().nbytes()
                 self._plan(elements, place)
             self._real[id(lazy)] = real
 

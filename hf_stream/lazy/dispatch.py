@@ -10,10 +10,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from hf_stream.errors import LazyTensorError
-from hf_stream.lazy.deferred import call_now, lazies_in
-from hf_stream.lazy.sources import Compute, Output, Tiles
+from hf_stream.lazy.buffers import write
+from hf_stream.lazy.deferred import as_they_are, call_now, lazies_in
+from hf_stream.lazy.lower import built
+from hf_stream.lazy.recording import is_recording
+from hf_stream.lazy.sources import Buffer, Compute, Output, Tiles
+from hf_stream.lazy.survey import say_reading
 from hf_stream.lazy.tensor import LazyTensor
-from hf_stream.lazy.tiling import cat, clone, dense_order, stack
+from hf_stream.lazy.tiling import cat, clone, dense, stack
 
 aten = torch.ops.aten
 
@@ -38,7 +42,7 @@ def _handler(func: Any) -> Handler:
         return _write
     if func.namespace != "aten":
         # A custom op may do anything, and at any time: it gets real tensors, now.
-        return call_now
+        return _now
     if func._can_decompose():
         # Composite ops (reshape, say) come here whole only in inference mode.
         return _decompose
@@ -51,10 +55,16 @@ def _handler(func: Any) -> Handler:
         return _view_copy
     if tags & {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}:
         # Random ops as well: the generator must be drawn from in program order.
-        return call_now
+        return _now
     if not all(isinstance(ret.type, (torch.TensorType, torch.ListType)) for ret in func._schema.returns):
-        return call_now
+        return _now
     return _defer
+
+
+def _now(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation at once: its result, or when it happens, depends on more than sizes and dtypes."""
+    say_reading(str(func), lazies_in((args, dict(kwargs))))
+    return call_now(func, args, kwargs)
 
 
 def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -64,8 +74,10 @@ def _decompose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 def _view(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     lazy = args[0]
     out = func(lazy._window, *args[1:], **kwargs)
-    source, device = lazy._source, lazy.device
+    source, device = lazy._held, lazy.device
     if isinstance(out, torch.Tensor):
+        if out.dtype != lazy.dtype and isinstance(source, Buffer) and isinstance(source.now, Tiles):
+            source.put(built(source.now))  # one piece of memory, which may be written to under both dtypes
         if out.dtype != lazy.dtype and isinstance(source, Tiles):
             # Bits of tiles under another dtype: there are none to look at before they are built.
             # Dense first, as the gaps of an input are made narrow, by steps that the other dtype may not divide.
@@ -102,7 +114,7 @@ def _as_strided(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
 
 def _layer_norm(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """For 16-bit tensors the meta version promises other dtypes than the CPU kernel gives."""
-    return (call_now if args[0].dtype.itemsize == 2 else _defer)(func, args, kwargs)
+    return (_now if args[0].dtype.itemsize == 2 else _defer)(func, args, kwargs)
 
 
 def _like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -123,7 +135,7 @@ def _defer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     devices = {tensor.device for tensor in tensors if tensor.dim()} or {tensors[0].device}
     if len(devices) > 1:
         # Few ops take tensors on several devices: torch knows which.
-        return call_now(func, args, kwargs)
+        return _now(func, args, kwargs)
     device = torch.device(kwargs.get("device") or devices.pop())
     meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _as_meta, (args, dict(kwargs)))
     if meta_kwargs.get("device") is not None:
@@ -132,12 +144,13 @@ def _defer(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         out = func(*meta_args, **meta_kwargs)
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
         # No meta version, or wrong arguments: then torch itself gives the result, or the error.
-        return call_now(func, args, kwargs)
+        return _now(func, args, kwargs)
     pieces = [out] if isinstance(out, torch.Tensor) else out
     if not isinstance(pieces, (tuple, list)) or not all(_is_strided(piece) for piece in pieces):
-        return call_now(func, args, kwargs)
-    results = [_dense(piece) for piece in pieces]
-    compute = Compute(func, args, kwargs, lazies_in((args, dict(kwargs))), results)
+        return _now(func, args, kwargs)
+    results = [dense(piece) for piece in pieces]
+    args, kwargs = as_they_are((args, dict(kwargs)))
+    compute = Compute(func, args, kwargs, lazies_in((args, kwargs)), results)
     lazies = [LazyTensor(result, Output(compute, index), device) for index, result in enumerate(results)]
     return lazies[0] if isinstance(out, torch.Tensor) else type(out)(lazies)
 
@@ -146,30 +159,26 @@ def _is_strided(piece: Any) -> bool:
     return isinstance(piece, torch.Tensor) and piece.layout == torch.strided
 
 
-def _dense(meta: torch.Tensor) -> torch.Tensor:
-    """A meta tensor with the sizes and strides of `meta`, and memory of its own; row-major if `meta` has gaps."""
-    dense = meta.is_contiguous() or dense_order(meta) is not None
-    if not dense:
-        return torch.empty(meta.size(), dtype=meta.dtype, device="meta")
-    return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device="meta")
-
-
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._window if isinstance(tensor, LazyTensor) else tensor.to("meta")
 
 
 def _write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """In-place and `out=` ops: lazies may be read from, never written to."""
+    """In-place and `out=` ops: lazies may be read from, and written to only where that is recorded."""
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    written: list[LazyTensor] = []
     for argument in func._schema.arguments:
         # Collectives do not annotate what they write.
-        written = func.namespace == "c10d" or (argument.alias_info is not None and argument.alias_info.is_write)
-        if written and lazies_in(named.get(argument.name)):
-            raise LazyTensorError(
-                f"{func} would write into a LazyTensor, which has no memory; "
-                "call .materialize() first, or use the op that returns a new tensor"
-            )
-    return call_now(func, args, kwargs)
+        if func.namespace == "c10d" or (argument.alias_info is not None and argument.alias_info.is_write):
+            written += lazies_in(named.get(argument.name))
+    if not written:
+        return _now(func, args, kwargs)
+    if is_recording() and func.namespace != "c10d" and write(func, written, args, kwargs):
+        return written[0] if func._schema.returns else None
+    raise LazyTensorError(
+        f"{func} would write into a LazyTensor, which has no memory; "
+        "call .materialize() first, or use the op that returns a new tensor"
+    )
 
 
 def _copy(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -206,8 +215,8 @@ _SPECIAL: dict[Any, Handler] = {
     aten.index.Tensor: _defer,  # of its indices, only masks make the shape depend on data; meta refuses those
     aten.is_pinned.default: _metadata,
     aten.is_same_size.default: _metadata,
-    aten._pin_memory.default: call_now,
-    aten.block_diag.default: call_now,  # its meta version promotes dtypes wrongly
+    aten._pin_memory.default: _now,
+    aten.block_diag.default: _now,  # its meta version promotes dtypes wrongly
     **dict.fromkeys(
         (
             aten.zeros_like.default,

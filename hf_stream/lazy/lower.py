@@ -93,12 +93,13 @@ def lower(lazy: LazyTensor, dst: Region, name: str = "") -> Iterator[Copy | Pend
             cuts += cut
             todo.extend(reversed(pieces))
         else:
-            box.source = _built(source)
+            box.source = built(source)
             box.dtype = source.dtype
             todo.append(box)
 
 
-def _built(tiles: Tiles) -> Output:
+def built(tiles: Tiles) -> Output:
+    """The row-major buffer of tiles as a whole."""
     if tiles.built is None:
         whole = torch.empty(tiles.shape, dtype=tiles.dtype, device="meta")
         lazy = LazyTensor(whole, tiles)

@@ -16,7 +16,9 @@ from hf_stream.formats.collector import collector_paused
 from hf_stream.lazy.deferred import NOWHERE, in_memory, plain_torch, run_deferred
 from hf_stream.lazy.given import several_tensors
 from hf_stream.lazy.lower import Pending, lower
+from hf_stream.lazy.recording import is_recording
 from hf_stream.lazy.sources import Compute
+from hf_stream.lazy.survey import say_reading
 from hf_stream.lazy.tensor import LazyTensor, dressed
 from hf_stream.storage.file import FileStorage
 from hf_stream.storage.memory import advise_huge_pages
@@ -46,6 +48,9 @@ def write_into(
         LazyTensorError: A tensor and its region differ in size; nothing has been written then.
         CopyError: Reading or writing failed; names the tensor and the files.
     """
+    if is_recording():
+        jobs = list(jobs)
+        say_reading("materialize", [tensor for tensor, _, _ in jobs])
     with plain_torch():
         with collector_paused():
             copies, pending = plan_jobs(jobs)
@@ -138,7 +143,8 @@ def materialize(
         target = torch.device(device or tensor.device)
         real = _mapped(tensor) if alias and target.type == "cpu" else None
         if real is None:
-            real = torch.empty(tensor.shape, dtype=tensor.dtype, device=target)
+            with plain_torch():
+                real = torch.empty(tensor.shape, dtype=tensor.dtype, device=target)
             if target.type != "meta":
                 advise_huge_pages(real)
                 jobs.append((tensor, Region.of(real), name))

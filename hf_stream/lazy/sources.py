@@ -104,3 +104,33 @@ class Output:
 
 
 Source: TypeAlias = Leaf | Tiles | Output
+
+
+class Buffer:
+    """Memory without gaps that a LazyTensor shares with its views, and that may be written to while nothing runs yet.
+
+    What is in it is a source. A write puts another in its place: an operation that goes from the memory as it was to
+    the memory as it is then. Whoever builds on the elements before keeps the source of that time.
+
+    Attributes:
+        now: What is in it.
+        shared: Whether somebody else builds on `now`, so that a write must leave that as it is.
+    """
+
+    __slots__ = ("device", "dtype", "now", "numel", "shared")
+
+    def __init__(self, source: Source, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self.device = device
+        self.put(source)
+
+    def put(self, source: Source, shared: bool = False) -> None:
+        """From now on this is in it."""
+        self.now = source
+        self.shared = shared
+
+    def taken(self) -> Source:
+        """What is in it, for somebody to build on."""
+        self.shared = True
+        return self.now

@@ -11,9 +11,11 @@ from torch.utils import _pytree as pytree
 from hf_stream.copying.plan import Copy
 from hf_stream.copying.region import Region
 from hf_stream.formats.collector import collector_paused
+from hf_stream.lazy.buffers import Write
 from hf_stream.lazy.deferred import NOWHERE, input_nbytes, steps
 from hf_stream.lazy.lower import lower
-from hf_stream.lazy.sources import Compute, Leaf, Source, Tiles
+from hf_stream.lazy.recording import is_recording, say_once
+from hf_stream.lazy.sources import Compute, Leaf, Output, Source, Tiles
 from hf_stream.lazy.tensor import LazyTensor
 from hf_stream.storage.base import Storage
 from hf_stream.storage.file import FileStorage
@@ -36,6 +38,13 @@ def reads(tensors: Iterable[torch.Tensor]) -> list[Region]:
     return found
 
 
+def say_reading(what: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Warn, while a layout is only planned, if it reads files all the same."""
+    if is_recording():
+        nbytes = sum(region.nbytes for region in reads(tensors) if isinstance(region.storage, FileStorage))
+        say_once(what, nbytes)
+
+
 def working_set(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes that deferred operations hold at the worst moment: inputs and outputs, without what they use inside."""
     wanted: dict[Compute, None] = {}
@@ -45,21 +54,55 @@ def working_set(tensors: Iterable[torch.Tensor]) -> int:
             if not isinstance(entry, Copy):
                 wanted[entry.output.compute] = None
     inputs: dict[Compute, int] = {}
-    outputs: dict[Compute, int] = {}
+    outputs: dict[Compute, _Memory] = {}
+    looks: dict[Compute, dict[Compute, _Memory]] = {}
     held = most = 0
-    for kind, compute, _ in steps(wanted):
+    for kind, compute, dep in steps(wanted):
         if kind in ("take", "run") and compute not in inputs:
             inputs[compute] = input_nbytes(compute)
             held += inputs[compute]
-        if kind == "run":
-            outputs[compute] = sum(meta.numel() * meta.itemsize for meta in compute.results)
-            held += outputs[compute]
+        if kind == "take" and dep is not None and _looks_at(compute, dep):
+            outputs[dep].users += 1
+            looks.setdefault(compute, {})[dep] = outputs[dep]
+        elif kind == "run":
+            nbytes = sum(meta.numel() * meta.itemsize for meta in compute.results)
+            if isinstance(compute.func, Write) and not compute.func.copies:
+                # What comes first is the result: the memory of another operation, or a buffer filled for this one.
+                before = compute.inputs[0]._source
+                if isinstance(before, Output):
+                    outputs[compute] = looks[compute][before.compute]
+                else:
+                    outputs[compute] = _Memory(nbytes)
+                    inputs[compute] -= nbytes
+            else:
+                outputs[compute] = _Memory(nbytes)
+                held += nbytes
+            outputs[compute].users += 1
             most = max(most, held)
-            held -= inputs[compute]
+            held -= inputs[compute] + sum(memory.without_user() for memory in looks.pop(compute, {}).values())
         elif kind == "free":
-            held -= outputs[compute]
+            held -= outputs.pop(compute).without_user()
         most = max(most, held)
     return most
+
+
+class _Memory:
+    """Bytes of an operation's outputs, and who uses them: the results, and operations that look at them."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.users = 0
+
+    def without_user(self) -> int:
+        """Bytes that are free once one more user is gone."""
+        self.users -= 1
+        return 0 if self.users else self.nbytes
+
+
+def _looks_at(compute: Compute, dep: Compute) -> bool:
+    """Whether an operation gets views of another's outputs, and no copies of some of their elements."""
+    sources = (lazy._source for lazy in compute.inputs)
+    return any(isinstance(source, Output) and source.compute is dep for source in sources)
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> str:

@@ -12,11 +12,11 @@ import torch
 from hf_stream.copying.region import Region
 from hf_stream.errors import LazyTensorError
 from hf_stream.lazy.given import check_tensor
-from hf_stream.lazy.sources import Leaf, Source
+from hf_stream.lazy.sources import Buffer, Leaf, Source
 from hf_stream.storage.base import Storage
 from hf_stream.storage.memory import MemoryStorage
 
-_OWN_ATTRIBUTES = frozenset({"_source", "_window"})
+_OWN_ATTRIBUTES = frozenset({"_held", "_window"})
 
 
 class LazyTensor(torch.Tensor):
@@ -39,12 +39,12 @@ class LazyTensor(torch.Tensor):
 
     # Sizes, strides, offset and dtype as a meta tensor: torch itself does the arithmetic of view ops on it.
     _window: torch.Tensor
-    _source: Source
+    _held: Source | Buffer
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, window: torch.Tensor, source: Source, device: torch.device | str = "cpu") -> LazyTensor:
+    def __new__(cls, window: torch.Tensor, source: Source | Buffer, device: torch.device | str = "cpu") -> LazyTensor:
         lazy: LazyTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             window.size(),
@@ -56,7 +56,7 @@ class LazyTensor(torch.Tensor):
         # C++ code that bypasses dispatch (gloo, for one) would otherwise be handed a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(lazy)
         lazy._window = window
-        lazy._source = source
+        lazy._held = source
         return lazy
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -121,6 +121,12 @@ class LazyTensor(torch.Tensor):
         return out
 
     @property
+    def _source(self) -> Source:
+        """What its elements come from, as it is now."""
+        held = self._held
+        return held.taken() if isinstance(held, Buffer) else held
+
+    @property
     def identity(self) -> Hashable:
         """Equal for lazies that show the same window of the same source, as tied weights do."""
         return self._source, tuple(self.shape), self.stride(), self.storage_offset(), self.dtype
@@ -163,7 +169,7 @@ class LazyTensor(torch.Tensor):
         if isinstance(value, LazyTensor):
             # Torch swaps the metadata in C++ without dispatching; the expression must change with it.
             torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-            self._window, self._source = value._window, value._source
+            self._window, self._held = value._window, value._held
             return
         # This very object becomes a real tensor, as its owners expect (`Module.to_empty`, for one).
         torch.utils.swap_tensors(self, dressed(value.detach(), self))  # type: ignore[no-untyped-call]

@@ -59,6 +59,13 @@ def dense_order(tensor: torch.Tensor) -> list[int] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def dense(meta: torch.Tensor) -> torch.Tensor:
+    """A meta tensor with the sizes and strides of `meta`, and memory of its own; row-major if `meta` has gaps."""
+    if not meta.is_contiguous() and dense_order(meta) is None:
+        return torch.empty(meta.size(), dtype=meta.dtype, device="meta")
+    return torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device="meta")
+
+
 def cat(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`cat`: [a, n], [b, n] -> [a + b, n] (dim 0)."""
     tensors, dim = _sequence_and_dim(args, kwargs)

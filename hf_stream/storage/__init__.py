@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_stream.storage.base import Storage
 from hf_stream.storage.file import FileStorage
-from hf_stream.storage.memory import MemoryStorage, advise_huge_pages
+from hf_stream.storage.memory import MemoryStorage, advise_huge_pages, trim_heap
 from hf_stream.storage.opened import FileIdentity
 
-__all__ = ["FileIdentity", "FileStorage", "MemoryStorage", "Storage", "advise_huge_pages"]
+__all__ = ["FileIdentity", "FileStorage", "MemoryStorage", "Storage", "advise_huge_pages", "trim_heap"]

@@ -63,6 +63,8 @@ class Storage(ABC):
     ) -> torch.Tensor | None:
         """A strided tensor right on the storage's bytes, or None if there can be none (remote, or `offset` unaligned).
 
+        One of no elements has no bytes, and may lie anywhere: views of empty tensors begin behind their storage.
+
         Args:
             offset: Bytes from the start of the storage.
             dtype: Of the tensor.

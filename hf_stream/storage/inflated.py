@@ -120,9 +120,8 @@ class InflatedFile(FileStorage):
     def window(
         self, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], writable: bool = False
     ) -> torch.Tensor | None:
-        if 0 not in size:
-            last = sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-            self._need(offset, (last + 1) * dtype.itemsize)
+        elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        self._need(offset, 0 if 0 in size else elements * dtype.itemsize)
         return super().window(offset, dtype, size, stride, writable)
 
     def alias(self, offset: int, dtype: torch.dtype, size: Sequence[int]) -> torch.Tensor | None:
@@ -131,6 +130,8 @@ class InflatedFile(FileStorage):
 
     def _need(self, offset: int, nbytes: int) -> None:
         """Inflate the records that have some of these bytes, as far as they are not there yet."""
+        if not nbytes:
+            return
         with self._lock:
             scratch = self._made()
             stop = offset + nbytes

@@ -59,6 +59,8 @@ class MemoryStorage(Storage):
         """The memory itself, for CPU tensors."""
         if not self.addressable:
             return super().bytes_at(offset, nbytes)
+        if not nbytes:
+            return memoryview(bytearray())
         if offset < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"bytes {offset} to {offset + nbytes} lie outside a storage of {self.nbytes} bytes")
         # The view does not keep the memory alive: whoever holds it must hold this storage too.
@@ -88,12 +90,11 @@ class MemoryStorage(Storage):
         del writable
         if offset % dtype.itemsize:
             return None
-        last = -1 if 0 in size else sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if offset + (last + 1) * dtype.itemsize > self.nbytes:
+        elements = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        stop = offset + elements * dtype.itemsize
+        if 0 not in size and stop > self.nbytes:
             # torch would make the storage larger, and show whatever is there.
-            raise ValueError(
-                f"bytes {offset} to {offset + (last + 1) * dtype.itemsize} lie outside a storage of {self.nbytes} bytes"
-            )
+            raise ValueError(f"bytes {offset} to {stop} lie outside a storage of {self.nbytes} bytes")
         empty = torch.empty(0, dtype=dtype, device=self.device)
         return empty.set_(self._storage, offset // dtype.itemsize, tuple(size), tuple(stride))
 
@@ -106,6 +107,16 @@ class MemoryStorage(Storage):
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
+
+
+def trim_heap() -> None:
+    """Have the allocator give freed memory back to the system; best effort, never fails.
+
+    The allocator of glibc takes blocks of less than 32 MiB from its heap, and keeps what lies below anything in use.
+    """
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.alone
+
 RUN = Path(__file__).with_name("run.py")
 NAMES = re.findall(r'^    "(\w+)": Arguments', RUN.read_text(), re.MULTILINE)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from file_facts import pwned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nestings import assert_same, floats, plain, texts
@@ -25,15 +26,12 @@ from hf_stream import CheckpointError, FormatError, LazyTensor
 from hf_stream.checkpoint import olmo_state
 
 DATA = Path(__file__).parents[1] / "data" / "olmo"
-# What the hostile files would make.
-PWNED = Path("/tmp/pwned_by_pickle")
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_run():
-    assert not PWNED.exists()
     yield
-    assert not PWNED.exists()
+    assert not pwned()
 
 
 def name_of(keys: tuple[Any, ...], pickled: bool = False, protocol: int = 4) -> str:

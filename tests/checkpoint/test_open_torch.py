@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run
+from file_facts import pwned
 from safetensors.torch import load_file, save_file
 from samples import same_bits
-from torch_files import FOLDER, PWNED, expected, files, records_of, write_records
+from torch_files import FOLDER, expected, files, records_of, write_records
 
 import hf_stream
 from hf_stream import open_checkpoint
@@ -198,7 +199,7 @@ def test_a_pattern_that_finds_nothing(tmp_path: Path) -> None:
 def test_hostile_files_are_refused(name: str) -> None:
     with pytest.raises(FormatError, match=Path(name).name):
         open_checkpoint(FOLDER / name)
-    assert not PWNED.exists()
+    assert not pwned()
 
 
 def test_twenty_thousand_tensors_read_no_data(tmp_path: Path, monkeypatch, counting_file) -> None:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import chdir, closing
 from pathlib import Path
 from typing import Any
 
@@ -271,8 +271,8 @@ def _plant(directory: Path, where: str, outside: Path) -> None:
     elif where.startswith("pipe"):
         os.mkfifo(work / where.removeprefix("pipe "))
     elif where == "socket":
-        with closing(socket.socket(socket.AF_UNIX)) as server:
-            server.bind(str(work / "journal.json"))
+        with closing(socket.socket(socket.AF_UNIX)) as server, chdir(work):
+            server.bind("journal.json")  # absolute paths may be too long
     else:
         (work / "journal.json").write_text(where)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from file_facts import pwned
 from hypothesis import strategies as st
 from memory_peaks import anonymous
 from samples import random_bits, same_bits
 from torch_files import (
     FOLDER,
-    PWNED,
     assert_same_state,
     expected,
     files,
@@ -79,7 +79,7 @@ def test_damaged_and_hostile_files_are_refused_by_name(name: str) -> None:
         open_torch_file(FOLDER / name)
     with pytest.raises(FormatError, match=Path(name).name):
         open_torch_file(FOLDER / name, verify=True)
-    assert not PWNED.exists()
+    assert not pwned()
 
 
 @pytest.mark.parametrize("name", files("unusual"))
@@ -115,7 +115,7 @@ def test_names_that_users_have_allowed_change_nothing() -> None:
         for name in ("hostile/open_after_tensor.pt", "hostile/legacy_open.pt"):
             with pytest.raises(FormatError, match=r"io\.open"):
                 open_torch_file(FOLDER / name)
-    assert not PWNED.exists()
+    assert not pwned()
 
 
 _KEYS = st.one_of(st.text(max_size=4), st.integers(-3, 70000), st.booleans(), st.none(), st.tuples(st.text(max_size=2)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from file_facts import open_descriptors
 
 import hf_stream
 from hf_stream import CheckpointError
@@ -35,10 +36,10 @@ def test_only_regular_files_are_opened(kind: str, flags: int, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "x"
     KINDS[kind](path)
-    before = os.listdir("/proc/self/fd")
+    before = open_descriptors()
     with pytest.raises(CheckpointError, match=f"x' is {kind} and not a regular file"):
         open_regular(path, flags)
-    assert os.listdir("/proc/self/fd") == before
+    assert open_descriptors() == before
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from file_facts import pwned
 from same_models import assert_same
-from torch_files import FOLDER, PWNED
+from torch_files import FOLDER
 
 import hf_stream
 from hf_stream.errors import FormatError
@@ -82,7 +83,7 @@ def test_the_dtype_is_found_in_the_file_without_running_it(random_model, tmp_pat
     (tmp_path / "pytorch_model.bin").write_bytes((FOLDER / "hostile/open_after_tensor.pt").read_bytes())
     with pytest.raises(FormatError):
         hf_stream.from_pretrained(transformers.LlamaForCausalLM, tmp_path, dtype="auto", weights_only=False)
-    assert not PWNED.exists()
+    assert not pwned()
     (tmp_path / "pytorch_model.bin").write_bytes((FOLDER / "bad/byteorder_big.pt").read_bytes())
     with pytest.raises(FormatError, match="byteorder"):
         hf_stream.from_pretrained(transformers.LlamaForCausalLM, tmp_path, dtype="auto")
@@ -95,7 +96,7 @@ def test_hostile_and_damaged_files_are_refused(random_model, tmp_path, name) -> 
     (tmp_path / "pytorch_model.bin").write_bytes((FOLDER / name).read_bytes())
     with pytest.raises(FormatError, match=re.escape("pytorch_model.bin")):
         hf_stream.from_pretrained(transformers.LlamaForCausalLM, tmp_path)
-    assert not PWNED.exists()
+    assert not pwned()
 
 
 def test_converted_to_safetensors_plain_transformers_loads_the_same_model(random_model, tmp_path) -> None:

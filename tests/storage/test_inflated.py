@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from file_facts import open_descriptors
 
 from hf_stream.errors import CopyError, FormatError
 from hf_stream.formats.zip_records import Record
@@ -95,10 +96,10 @@ def test_records_are_inflated_once_when_first_needed(packed: FileStorage, monkey
 
 
 def test_many_records_take_one_descriptor(packed: FileStorage) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(open_descriptors())
     file = _inflated(packed)
     file.read_into(memoryview(bytearray(file.nbytes)), 0)
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert len(open_descriptors()) == before + 1
 
 
 def test_pieces_are_small_whatever_the_ratio(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import threading
@@ -11,14 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from file_facts import give_times_of, open_descriptors
 
 from hf_stream.errors import CheckpointError, CopyError
 from hf_stream.storage.file import FileStorage
-
-
-def descriptors() -> int:
-    gc.collect()  # those of other tests
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture
@@ -49,7 +44,7 @@ def read(storage: FileStorage, start: int, nbytes: int) -> bytes:
 def test_it_reads_writes_maps_and_copies_as_an_open_file_does(path: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(bytes(200))
-    before = descriptors()
+    before = open_descriptors()
     source, target = FileStorage(path, hold=False), FileStorage(other, "r+", hold=False)
 
     assert read(source, 10, 5) == bytes(range(10, 15))
@@ -66,7 +61,7 @@ def test_it_reads_writes_maps_and_copies_as_an_open_file_does(path: Path, tmp_pa
     assert content[7:10] == b"abc"
     assert content[16:24:2] == b"\xff" * 4
     assert content[100:150] == bytes(range(100, 150))
-    assert descriptors() == before
+    assert open_descriptors() == before
     assert source.place == FileStorage(path).place
     assert source.identity == FileStorage(path).identity
 
@@ -86,7 +81,7 @@ def test_a_file_that_was_changed_is_not_read(path: Path, later: int) -> None:
     storage = FileStorage(path, hold=False)
     status = path.stat()
     path.write_bytes(bytes(200))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + later))
+    give_times_of(status, path, later)
 
     with pytest.raises(CopyError, match="was replaced or changed"):
         read(storage, 0, 1)
@@ -132,10 +127,10 @@ def test_a_relative_path_is_that_of_the_folder_it_was_opened_in(
 
 @pytest.mark.usefixtures("few")
 def test_none_is_held_where_the_process_has_many(path: Path, tmp_path: Path) -> None:
-    before = descriptors()
+    before = open_descriptors()
     source, target = FileStorage(path), FileStorage.create(tmp_path / "new", 200)
 
-    assert descriptors() == before
+    assert open_descriptors() == before
     target.write_from(memoryview(read(source, 0, 200)), 0)
     assert (tmp_path / "new").read_bytes() == path.read_bytes()
 
@@ -157,7 +152,7 @@ def test_a_change_that_keeps_size_and_time_is_seen(path: Path, hold: bool) -> No
     storage.check_unchanged()
     status = path.stat()
     path.write_bytes(bytes(200))
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    give_times_of(status, path)
 
     with pytest.raises(CopyError, match=r"file' was (replaced or )?changed while it was in use"):
         storage.check_unchanged()

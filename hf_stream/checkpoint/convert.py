@@ -81,6 +81,7 @@ def plan_conversion(
     """
     file = None if destination is None else _single_file(given_path(destination))
     dtype = None if dtype is None else cast_target(dtype)
+    nbytes_of(max_shard_size, "max_shard_size")  # also of one file, which it has no meaning for
     of_weights = [
         what
         for what, value in (

@@ -10,7 +10,9 @@ from torch import nn
 
 from hf_stream.checkpoint.components import open_repository
 from hf_stream.checkpoint.paths import given_path
+from hf_stream.errors import ArgumentTypeError
 from hf_stream.lazy import LazyTensor, named_tensors
+from hf_stream.lazy.given import kind
 
 Side = str | os.PathLike[str] | Mapping[str, torch.Tensor] | nn.Module
 
@@ -25,6 +27,8 @@ def tensors_of(side: Side) -> Mapping[str, torch.Tensor]:
         return {name: tensor for name, tensor in side.state_dict().items() if isinstance(tensor, torch.Tensor)}
     if isinstance(side, str | os.PathLike):
         return open_repository(given_path(side))
+    if not isinstance(side, Mapping):
+        raise ArgumentTypeError(f"verify takes paths, modules and mappings of named tensors, got {kind(side)}")
     return named_tensors(side, "verify")
 
 

@@ -103,7 +103,10 @@ WRONG_TYPES: dict[str, tuple[Mistake, str]] = {
     "convert-a-module": (lambda: hf_stream.convert(Net(), "out"), "a path is wanted, got a .*Net"),
     "convert-to-nowhere": (lambda: hf_stream.convert("dir", None), "a path is wanted, got None"),
     "nest-the-wrong-way-round": (lambda: save_nested("out", tensors()), "a path is wanted, got a dict"),
-    "verify-a-number": (lambda: verify("dir", 3), "verify takes a mapping of names to tensors, got an int"),
+    "verify-a-number": (
+        lambda: verify("dir", 3),
+        "verify takes paths, modules and mappings of named tensors, got an int",
+    ),
     "verify-numpy": (lambda: verify("dir", {"a": np.ones(1)}), "'a' is a numpy.ndarray and no tensor"),
     "size-of-none": (lambda: save_checkpoint(tensors(), "out", max_shard_size=None), "max_shard_size= is None"),
     "size-of-bool": (lambda: save_checkpoint(tensors(), "out", max_shard_size=True), "max_shard_size= is True, a bool"),
@@ -154,6 +157,10 @@ WRONG_VALUES: dict[str, tuple[Mistake, str]] = {
     "words": (
         lambda: save_checkpoint(tensors(), "out", max_shard_size="5 gigabytes"),
         "max_shard_size=: size '5 gigabytes': unit 'gigabytes' is not one of KB, MB, .*GiB, TiB. Write it like '5GB'",
+    ),
+    "words-for-a-file": (
+        lambda: hf_stream.convert("dir", "out.safetensors", max_shard_size="5 gigabytes"),
+        "unit 'gigabytes'",
     ),
     "no-unit": (lambda: hf_stream.convert("dir", "out", max_shard_size="5"), "size '5': it has no unit"),
     "half-a-byte": (

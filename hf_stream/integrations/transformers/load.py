@@ -98,6 +98,8 @@ def from_pretrained(
     """
     if not hasattr(cls, "from_pretrained"):
         raise ArgumentTypeError(_CLASS_FIRST.format(kind(cls)))
+    if pretrained_model_name_or_path is None and kwargs.get("state_dict") is None:
+        raise ArgumentTypeError("which checkpoint? pass its path, or the name of a repository, after the class")
     request = Request(layout, strict=strict, buffer_size=nbytes_of(buffer_size, "buffer_size"), progress=progress)
     return load_as_requested(request, cls, pretrained_model_name_or_path, *args, **kwargs)
 
@@ -162,6 +164,10 @@ def load_whole(
         subfolder: Where in it.
         load: Loads it.
     """
+    if not isinstance(path, str | os.PathLike | None):
+        raise ArgumentTypeError(
+            f"a path or the name of a repository is wanted, got {kind(path)}; tensors go to state_dict="
+        )
     directory = os.path.join(path or "", subfolder or "")
     started = State()
 

@@ -21,12 +21,11 @@ from huggingface_hub import StateDictSplit, get_torch_storage_id, get_torch_stor
 from transformers import modeling_utils
 
 from hf_stream.checkpoint.files import CheckpointFiles, ShardFile, family
-from hf_stream.errors import CheckpointError
 from hf_stream.formats import encode_header
 from hf_stream.formats.shards import split_into_shards
 from hf_stream.formats.shared import Shared
 from hf_stream.integrations.transformers.offloaded_weights import OffloadedWeights
-from hf_stream.lazy import LazyTensor
+from hf_stream.lazy import LazyTensor, named_tensors
 
 
 class Recording:
@@ -69,11 +68,7 @@ class Recording:
         """What is left when transformers has removed tied weights, as lazies."""
         # Like transformers, which leaves texts out.
         named = {name: tensor for name, tensor in state_dict.items() if not isinstance(tensor, str)}
-        for name, tensor in named.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise CheckpointError(
-                    f"'{name}' is a {type(tensor).__name__} and no tensor; leave it out of state_dict="
-                )
+        named_tensors(named, "state_dict=")
         if not self._lazy:
             return plain(named, model)
         twins: dict[Hashable, torch.Tensor] = {}

@@ -112,6 +112,9 @@ def stream_save(
     **kwargs: Any,
 ) -> None:
     """Have transformers' `save_pretrained` (`save`) write all but the weights and name those, and write them."""
+    if not isinstance(state_dict, Mapping | None):
+        raise ArgumentTypeError(f"state_dict= is {kind(state_dict)}; pass a mapping of names to tensors")
+    nbytes = nbytes_of(max_shard_size, "max_shard_size")
     options = {
         "max_shard_size": max_shard_size,
         "variant": variant,
@@ -124,6 +127,7 @@ def stream_save(
     _check_layout_fits(layout, sharded or _own_format(model))
     if sharded is not None:
         options.update(push_to_hub=push_to_hub, token=token, distributed_checkpoint=distributed_checkpoint)
+        options["max_shard_size"] = nbytes  # transformers does not know all that may be written here
         with asking(None):
             save(model, save_directory, is_main_process, state_dict, **options, **kwargs)
         return

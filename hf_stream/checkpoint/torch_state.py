@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from hf_stream.checkpoint.torch_nesting import LOAD_ONCE, NO_VALUES, unreadable
-from hf_stream.errors import CheckpointError, FormatError
+from hf_stream.errors import CheckpointError, FormatError, PickleError
 from hf_stream.formats.key_table import inert_in_key
 from hf_stream.formats.nested_paths import Way, keys_of, path_of, shown_path
 from hf_stream.formats.pickle_objects import Inert
@@ -64,11 +64,14 @@ def named_tensors(state: Any, key: Key | None, name: str, *, skip_unreadable: bo
             raise CheckpointError(f"'{name}' has nothing at the key {key!r}; tensors are at {_listed(dicts) or 'none'}")
     where = f"'{name}'" if key is None else f"'{name}' at the key {key!r}"
     if type(found) in NO_VALUES:
-        raise FormatError(f"{where} is {unreadable(found)}. {LOAD_ONCE}")
+        raise PickleError(f"{where} is {unreadable(found)}. {LOAD_ONCE}")
     tensors = _direct(found)
     if not tensors and not (isinstance(found, _CONTAINERS) and not found):
         dicts, objects = _survey(state, name)
         lost = None if dicts else _object_of_tensors(objects)
+        others = [_fact(at, item) for at, item in _items(found) if _is_unreadable(at, item)]
+        if others and not dicts and not lost:
+            raise PickleError(f"{where} is no dict of tensors: {others[0]}. {LOAD_ONCE}")
         more = f", but {lost}, which was to be made of some. {LOAD_ONCE}" if lost else ""
         raise CheckpointError(f"{where} is no dict of tensors; these are at {_listed(dicts) or 'no key at all'}{more}")
     left_out = [(at, item) for at, item in _items(found) if _is_unreadable(at, item)]
@@ -76,7 +79,7 @@ def named_tensors(state: Any, key: Key | None, name: str, *, skip_unreadable: bo
         facts = [_fact(at, item) for at, item in left_out[:_LISTED]]
         more = ", ..." if len(left_out) > _LISTED else ""
         if not skip_unreadable:
-            raise FormatError(
+            raise PickleError(
                 f"{where}: {facts[0]}. Pass skip_unreadable (--skip-unreadable on the command line) to leave such "
                 f"values out. {LOAD_ONCE}"
             )

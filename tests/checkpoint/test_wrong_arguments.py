@@ -108,7 +108,7 @@ WRONG_TYPES: dict[str, tuple[Mistake, str]] = {
         "verify takes paths, modules and mappings of named tensors, got an int",
     ),
     "verify-numpy": (lambda: verify("dir", {"a": np.ones(1)}), "'a' is a numpy.ndarray and no tensor"),
-    "size-of-none": (lambda: save_checkpoint(tensors(), "out", max_shard_size=None), "max_shard_size= is None"),
+    "size-of-none": (lambda: hf_stream.convert("dir", "out", max_shard_size=None), "max_shard_size= is None"),
     "size-of-bool": (lambda: save_checkpoint(tensors(), "out", max_shard_size=True), "max_shard_size= is True, a bool"),
     "buffer-of-none": (lambda: load_into(Net(), {}, buffer_size=None), "buffer_size= is None"),
     "dtype-of-numpy": (

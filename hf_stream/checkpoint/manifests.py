@@ -48,7 +48,7 @@ def in_words(folders: Iterable[str]) -> str:
 
 def _folders(directory: Path, folder: str, depth: int) -> Iterator[str]:
     """The folders below `folder` that hold checkpoints, itself included, as the files that list them say."""
-    place = directory / folder
+    place, top = directory / folder, os.path.realpath(directory)
     found = manifests(place) if depth else []
     if not found:
         if deeper := _weights_below(place):
@@ -63,7 +63,7 @@ def _folders(directory: Path, folder: str, depth: int) -> Iterator[str]:
             if not name:
                 if _has_weights(place):
                     yield folder
-            elif not is_inside(name) or (directory / inner).is_symlink():
+            elif not is_inside(name) or os.path.realpath(directory / inner) != os.path.join(top, inner):
                 raise CheckpointError(
                     f"'{place / manifest}' lists {name!r:.200}, which is no folder inside; copy it there"
                 )

@@ -26,6 +26,7 @@ from hf_stream.checkpoint.mapping import (
     TORCHSCRIPT,
     AnyLayout,
     FileFormat,
+    bound,
     check_files,
     file_format_of,
     map_tensors,
@@ -67,6 +68,7 @@ def plan_conversion(
     *,
     key: Key | None = None,
     layout: AnyLayout | None = None,
+    config: object = None,
     allow_patterns: str | Sequence[str] | None = None,
     ignore_patterns: str | Sequence[str] | None = None,
     dtype: torch.dtype | str | None = None,
@@ -120,6 +122,7 @@ def plan_conversion(
             parts = {"": opened}
     with collector_paused():
         checkpoint = joined(parts)
+        layout = None if layout is None else bound(layout, parts.get("", checkpoint), config)
         names = select_names(checkpoint, allow_patterns, ignore_patterns, where=checkpoint.path)
         selected = set(names)
         tensors: dict[str, torch.Tensor] = {}
@@ -158,6 +161,7 @@ def convert(
     *,
     key: Key | None = None,
     layout: AnyLayout | None = None,
+    config: object = None,
     allow_patterns: str | Sequence[str] | None = None,
     ignore_patterns: str | Sequence[str] | None = None,
     dtype: torch.dtype | str | None = None,
@@ -194,6 +198,8 @@ def convert(
         destination: A directory, or a path that ends in .safetensors for one file and nothing else.
         key: Where the tensors are, as for `open_checkpoint`.
         layout: Any callable from named tensors to named tensors; None keeps names and shapes.
+        config: The model's config, for sizes that the layout does not have: an object, a dict, the path of a file, or a
+            model. None: the one beside the source.
         allow_patterns: Which of the source's tensors are taken, by name: one pattern or several, as `fnmatch` has them.
             None takes all.
         ignore_patterns: Which of these are left out. A pattern of either kind that matches nothing is an error.
@@ -234,6 +240,7 @@ def convert(
         destination,
         key=key,
         layout=layout,
+        config=config,
         allow_patterns=allow_patterns,
         ignore_patterns=ignore_patterns,
         dtype=dtype,

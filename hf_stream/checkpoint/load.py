@@ -25,6 +25,7 @@ def load_into(
     tensors: Mapping[str, torch.Tensor],
     *,
     layout: AnyLayout | None = None,
+    config: object = None,
     strict: bool = True,
     buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     progress: bool | Progress | None = None,
@@ -41,6 +42,8 @@ def load_into(
         module: The module to fill.
         tensors: Name -> lazy or real tensor, of the module's names, or of those that the layout makes these of.
         layout: Applied to the tensors first.
+        config: The model's config, for sizes that the layout does not have: an object, a dict, the path of a file, or a
+            model. None: the one beside the checkpoint, or else that of the module.
         strict: Whether missing and unexpected names are errors, and rules of the layout that find nothing.
         buffer_size: Bytes in flight, at most, also as "64MB"; the inputs of one deferred operation come on top.
         progress: True for a bar in bytes, None for a bar on terminals only, False for none.
@@ -55,7 +58,9 @@ def load_into(
     buffer_size = nbytes_of(buffer_size, "buffer_size")
     if not isinstance(module, nn.Module):
         raise ArgumentTypeError(f"load_into fills a module, which comes first, got {kind(module)}")
-    tensors = apply_layout(layout, named_tensors(tensors, "load_into"), strict=strict)
+    if config is None and getattr(tensors, "config", None) is None:
+        config = getattr(module, "config", None)
+    tensors = apply_layout(layout, named_tensors(tensors, "load_into"), config=config, strict=strict)
     targets = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     names_of: dict[Hashable, list[str]] = {}
     for name, target in targets.items():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
+from hf_stream.checkpoint.config import config_of
 from hf_stream.checkpoint.matches import Matches
 from hf_stream.checkpoint.quantized import check_whole
 from hf_stream.errors import ArgumentTypeError, LayoutError
@@ -19,17 +20,20 @@ FileFormat: TypeAlias = Literal["safetensors", "torchscript"]
 SAFETENSORS: Final = "safetensors"
 TORCHSCRIPT: Final = "torchscript"
 
+Layout = TypeVar("Layout")
 AnyLayout: TypeAlias = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
 def apply_layout(
-    layout: AnyLayout | None, tensors: Mapping[str, torch.Tensor], *, strict: bool = False
+    layout: AnyLayout | None, tensors: Mapping[str, torch.Tensor], *, config: object = None, strict: bool = False
 ) -> dict[str, torch.Tensor]:
     """The tensors as the layout names and shapes them; without one, as they are.
 
     Args:
         layout: The layout.
         tensors: What it is given.
+        config: A model's config, for sizes that the layout does not have: what `config_of` takes. Default: the one
+            beside a checkpoint.
         strict: Whether a rule that finds nothing is an error, and not a warning.
 
     Raises:
@@ -37,13 +41,13 @@ def apply_layout(
         LayoutError: The layout does not fit, gives something else than named tensors, or parts quantized weights from
             their scales.
     """
-    result, matches = map_tensors(layout, tensors)
+    result, matches = map_tensors(layout, tensors, config)
     matches.report(strict=strict)
     return result
 
 
 def map_tensors(
-    layout: AnyLayout | None, tensors: Mapping[str, torch.Tensor]
+    layout: AnyLayout | None, tensors: Mapping[str, torch.Tensor], config: object = None
 ) -> tuple[dict[str, torch.Tensor], Matches]:
     """The same without a word about rules that find nothing, but with what they have found.
 
@@ -52,6 +56,7 @@ def map_tensors(
     if layout is None:
         return dict(tensors), Matches()
     check_layout(layout)
+    layout = bound(layout, tensors, config)
     with_matches = getattr(layout, "with_matches", None)
     result: Any
     result, matches = (planned(layout, tensors), Matches()) if with_matches is None else planned(with_matches, tensors)
@@ -94,6 +99,20 @@ def _takes_one(function: Callable[..., object]) -> bool:
     except ValueError:  # a builtin without a signature
         return True
     return True
+
+
+def bound(layout: AnyLayout, tensors: Mapping[str, torch.Tensor], config: object = None) -> AnyLayout:
+    """The layout with the sizes that a config tells, if it needs one; arguments as in `apply_layout`."""
+    if not getattr(layout, "needs_config", False):
+        return layout
+    return layout_with_config(layout, getattr(tensors, "config", None) if config is None else config_of(config))
+
+
+def layout_with_config(layout: Layout, config: object) -> Layout:
+    """A layout with the sizes that a model's config tells, if it has a `with_config`; as it is, if not."""
+    with_config = getattr(layout, "with_config", None)
+    changed: Layout = layout if with_config is None else with_config(config)
+    return changed
 
 
 def config_after(layout: AnyLayout | None, config: Mapping[str, Any]) -> Mapping[str, Any]:

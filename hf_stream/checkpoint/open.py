@@ -6,12 +6,14 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, overload
 
 from hf_stream.checkpoint.again import State, state_of, state_of_directory, until_unchanged
 from hf_stream.checkpoint.archives import ArchiveFile, find_archives
 from hf_stream.checkpoint.beside import first_change, open_beside
+from hf_stream.checkpoint.config import config_beside
 from hf_stream.checkpoint.manifests import checkpoint_folders, in_words
 from hf_stream.checkpoint.nearest import no_such_name, no_such_path
 from hf_stream.checkpoint.overview import overview
@@ -232,6 +234,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Type, shape and size of a tensor, also of one that torch has no type for."""
         file, inner = self._place(name)
         return self.files[file].facts(inner)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any] | None:
+        """The content of the `config.json` (or Meta's `params.json`) beside the files; None if there is none."""
+        return config_beside(self.location)
 
     @property
     def storages(self) -> Mapping[str, FileStorage]:

@@ -82,6 +82,7 @@ def verify(
     b: Side,
     *,
     layout: AnyLayout | None = None,
+    config: object = None,
     strict: bool = False,
     buffer_size: int | str = DEFAULT_BUFFER_SIZE,
     threads: int | None = None,
@@ -94,6 +95,7 @@ def verify(
             pipeline of diffusers, all are compared. Of a module's tied tensors it is enough if the other side has one.
         b: Likewise.
         layout: Applied to `a` before comparing, as `convert` does it.
+        config: The model's config, for sizes that the layout does not have. None: the one beside `a`.
         strict: Whether a rule of the layout that finds nothing is an error, and not a warning.
         buffer_size: Bytes of both sides held at a time, at most, also as "64MB"; the inputs of one deferred operation
             come on top.
@@ -113,7 +115,9 @@ def verify(
     first, second = tensors_of(a), tensors_of(b)
     if layout is not None:
         own, others = apart(first)
-        first = {**apply_layout(layout, own, strict=strict), **others}
+        if config is None:
+            config = getattr(first, "config", None)
+        first = {**apply_layout(layout, own, config=config, strict=strict), **others}
     if isinstance(a, nn.Module):
         first = without_tied(first, second)
     if isinstance(b, nn.Module):

@@ -66,7 +66,7 @@ quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress and
 
 
 def layout_options(command: Command) -> Command:
-    """Add `--layout` and `--inverse`, for `chosen_layout`, and `--allow-unmatched`, for `refuse_unmatched`."""
+    """Add what `chosen_layout` takes, and `--allow-unmatched`, for `refuse_unmatched`."""
     layout = click.option(
         "--layout",
         "-l",
@@ -81,7 +81,18 @@ def layout_options(command: Command) -> Command:
     allow_unmatched = click.option(
         "--allow-unmatched", is_flag=True, help="Go on, with a warning, when a rule of --layout finds no tensor."
     )
-    return layout(inverse(allow_unmatched(command)))
+    config = click.option(
+        "--config",
+        metavar="PATH",
+        help="The model's config, for the sizes that --layout needs: a file, or its directory.  [default: the "
+        "config.json beside SRC]",
+    )
+    scope = click.option(
+        "--scope",
+        metavar="PREFIX[=NEW]",
+        help="Apply --layout to a part of the model, the names that begin with PREFIX, which becomes NEW.",
+    )
+    return layout(inverse(scope(config(allow_unmatched(command)))))
 
 
 def selection_options(command: Command) -> Command:

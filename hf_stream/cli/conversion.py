@@ -103,6 +103,8 @@ class Wanted:
     key: str | None
     specs: tuple[str, ...]
     inverse: bool
+    scope: str | None
+    config: str | None
     allow_unmatched: bool
     include: tuple[str, ...]
     exclude: tuple[str, ...]
@@ -129,7 +131,7 @@ class Wanted:
             self.source,
             self.destination,
             key=self.key,
-            layout=chosen_layout(self.specs, self.inverse, self.source),
+            layout=chosen_layout(self.specs, self.inverse, self.source, self.config, self.scope),
             allow_patterns=self.include or None,
             ignore_patterns=self.exclude or None,
             dtype=self.dtype,

@@ -13,40 +13,46 @@ import torch
 
 from hf_stream import layouts
 from hf_stream.checkpoint import AnyLayout
+from hf_stream.checkpoint.config import config_beside, config_of
 from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of, map_tensors
 from hf_stream.checkpoint.matches import Matches
 from hf_stream.checkpoint.paths import given_path
 from hf_stream.errors import HfStreamError, LayoutError
-from hf_stream.formats.regular_files import read_json_object
 from hf_stream.layouts.registry import takes_path
 
 Tensors = Mapping[str, torch.Tensor]
 
-_CONFIGS = ("config.json", "params.json")
-"""That of transformers, and that of Meta."""
 
-
-def chosen_layout(specs: Sequence[str], inverse: bool, source: str) -> AnyLayout | None:
+def chosen_layout(
+    specs: Sequence[str], inverse: bool, source: str, config: str | None = None, scope: str | None = None
+) -> AnyLayout | None:
     """The layouts of a command line, one after the other; None without any.
 
     Args:
         specs: Names of ready-made layouts, or `path/to/file.py:name`.
         inverse: Whether to undo them, the last one first.
         source: The checkpoint, beside which its config lies.
+        config: The path of another config.
+        scope: The part of the model that they are for: what its names begin with, and after "=" what they shall begin
+            with.
 
     Raises:
         LayoutError: A layout is not there, or has no inverse; also when the result is called and does not fit.
     """
     if not specs:
-        if inverse:
-            raise click.UsageError("--inverse undoes a layout: give --layout as well.", click.get_current_context())
+        for option, given in (("inverse", inverse), ("config", config), ("scope", scope)):
+            if given:
+                raise click.UsageError(
+                    f"--{option} has no meaning without a layout: give --layout as well.", click.get_current_context()
+                )
         return None
-    config = _config_beside(given_path(source))
-    steps = [(spec, _find(spec, config, source)) for spec in specs]
+    content = config_beside(given_path(source)) if config is None else config_of(config)
+    steps = [(spec, _find(spec, content, source)) for spec in specs]
+    if scope is not None:
+        steps = _scoped(steps, scope)
     if inverse:
         steps = [(spec, _inverse(spec, layout)) for spec, layout in reversed(steps)]
-
-    return _Steps(steps)
+    return _Steps(steps, None if content is not None else _without_config(source))
 
 
 def refuse_unmatched(matches: Matches, allow: bool) -> None:
@@ -65,6 +71,7 @@ class _Steps:
     """Layouts one after the other, each with the word that stands for it."""
 
     steps: Sequence[tuple[str, AnyLayout]]
+    no_config: str | None
 
     def __call__(self, tensors: Tensors) -> Tensors:
         return self.with_matches(tensors)[0]
@@ -72,7 +79,7 @@ class _Steps:
     def with_matches(self, tensors: Tensors) -> tuple[Tensors, Matches]:
         matches = Matches()
         for spec, step in self.steps:
-            tensors, found = _apply(spec, step, tensors)
+            tensors, found = _apply(spec, step, tensors, self.no_config)
             rules = tuple(replace(entry, rule=f"{spec}: {entry.rule}") for entry in found.rules)
             matches = matches.then(replace(found, rules=rules))
         return tensors, matches
@@ -90,19 +97,28 @@ class _Steps:
         check_files(self.steps[-1][1], tensors)
 
 
-def _config_beside(source: Path) -> dict[str, object] | None:
-    directory = source if source.is_dir() else source.parent
-    path = next((directory / name for name in _CONFIGS if (directory / name).exists()), None)
-    if path is None:
-        return None
-    return read_json_object(path)
+def _scoped(steps: Sequence[tuple[str, AnyLayout]], scope: str) -> list[tuple[str, AnyLayout]]:
+    """Layouts for a part of the model; only the last one gives its names their new beginning."""
+    src, equals, dst = scope.partition("=")
+    moved = dst if equals else src
+    scoped = [
+        (spec, _scopable(spec, layout).scoped(src, moved if number == len(steps) else src))
+        for number, (spec, layout) in enumerate(steps, 1)
+    ]
+    return list(scoped)
+
+
+def _scopable(spec: str, layout: AnyLayout) -> layouts.Layout | layouts.Composable:
+    if not isinstance(layout, layouts.Layout | layouts.Composable):
+        raise LayoutError(f"layout '{spec}' is a function and takes no --scope; write it as a Layout of rules")
+    return layout
 
 
 def _is_file(spec: str) -> bool:
     return (":" in spec or spec.endswith(".py")) and not takes_path(spec)
 
 
-def _find(spec: str, config: dict[str, object] | None, source: str) -> AnyLayout:
+def _find(spec: str, config: object, source: str) -> AnyLayout:
     if _is_file(spec):
         try:
             return layouts.load(spec, config)
@@ -114,7 +130,7 @@ def _find(spec: str, config: dict[str, object] | None, source: str) -> AnyLayout
         return layouts.get(spec, config)
     except LayoutError as error:
         if config is None and (spec in layouts.names() or takes_path(spec)):
-            raise LayoutError(f"{error} (There is no config.json beside '{source}' to read sizes from.)") from error
+            raise LayoutError(f"{error} {_without_config(source)}") from error
         raise
 
 
@@ -128,9 +144,16 @@ def _inverse(spec: str, layout: AnyLayout) -> AnyLayout:
     return inverse
 
 
-def _apply(spec: str, layout: AnyLayout, tensors: Tensors) -> tuple[Tensors, Matches]:
+def _without_config(source: str) -> str:
+    return f"(There is no config.json beside '{source}' to read sizes from; --config PATH names one.)"
+
+
+def _apply(spec: str, layout: AnyLayout, tensors: Tensors, no_config: str | None) -> tuple[Tensors, Matches]:
     try:
         return map_tensors(layout, tensors)
+    except LayoutError as error:
+        note = f" {no_config}" if no_config is not None and getattr(layout, "needs_config", False) else ""
+        raise LayoutError(f"{_failure(spec, error)}{note}") from error
     except (Exception, SystemExit) as error:
         if _is_file(spec) or isinstance(error, HfStreamError):
             raise _failure(spec, error) from error

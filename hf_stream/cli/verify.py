@@ -27,6 +27,8 @@ def verify(
     key: str | None,
     specs: tuple[str, ...],
     inverse: bool,
+    scope: str | None,
+    config: str | None,
     allow_unmatched: bool,
     quiet: bool,
 ) -> int:
@@ -43,9 +45,9 @@ def verify(
     from hf_stream.cli.layout import chosen_layout, refuse_unmatched
 
     a, b = open_repository(given_path(first), key), open_repository(given_path(second))
-    layout = chosen_layout(specs, inverse, first)
+    layout = chosen_layout(specs, inverse, first, config, scope)
     own, others = apart(a)
-    mapped, matches = map_tensors(layout, own)
+    mapped, matches = map_tensors(layout, own, a.config)
     refuse_unmatched(matches, allow_unmatched)
     matches.report()
     differences = verify_checkpoints({**mapped, **others}, b, progress=False if quiet else None)

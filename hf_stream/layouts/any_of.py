@@ -33,6 +33,13 @@ class AnyOf(Rule):
         """The rules."""
         return tuple(self.rules)
 
+    @property
+    def needs_config(self) -> bool:
+        return any(rule.needs_config for rule in self.alternatives)
+
+    def with_config(self, config: object) -> AnyOf:
+        return AnyOf([rule.with_config(config) for rule in self.alternatives], optional=self.optional)
+
     @cached_property
     def moves(self) -> tuple[Move, ...]:
         return tuple(move for rule in self.alternatives for move in rule.moves)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from hf_stream.errors import ArgumentTypeError
+from hf_stream.layouts.from_config import FromConfig
 from hf_stream.lazy.given import kind
 
 
@@ -35,7 +36,7 @@ def settle_fields(rule: Any) -> None:
         settle = _BY_ANNOTATION.get(str(entry.type))
         value = getattr(rule, entry.name)
         optional = str(entry.type).endswith("| None")
-        if settle is not None and not (optional and value is None):
+        if settle is not None and not (optional and value is None) and not isinstance(value, FromConfig):
             object.__setattr__(rule, entry.name, settle(value, f"{type(rule).__name__}: {entry.name}="))
 
 
@@ -117,7 +118,9 @@ _BY_ANNOTATION: Final[dict[str, Callable[[Any, str], Any]]] = {
     "tuple[str, ...]": _texts,
     "int": whole_number,
     "int | None": whole_number,
+    "int | FromConfig | None": whole_number,
     "Sequence[int] | None": _numbers,
+    "Sequence[int] | FromConfig | None": _numbers,
     "bool": _yes_or_no,
     _OF_TENSORS: _function,
     f"{_OF_TENSORS} | None": _function,

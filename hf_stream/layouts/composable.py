@@ -9,7 +9,15 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from hf_stream.checkpoint.mapping import FileFormat, check_files, config_after, file_format_of, map_tensors
+from hf_stream.checkpoint.mapping import (
+    AnyLayout,
+    FileFormat,
+    check_files,
+    config_after,
+    file_format_of,
+    layout_with_config,
+    map_tensors,
+)
 from hf_stream.checkpoint.matches import Matches
 from hf_stream.errors import LayoutError
 from hf_stream.lazy import named_tensors
@@ -36,6 +44,15 @@ class Composable(ABC):
         return self(tensors), Matches()
 
     @property
+    def needs_config(self) -> bool:
+        """Whether a model's config tells some of the sizes."""
+        return False
+
+    def with_config(self, config: object) -> Composable:
+        """The same layout with the sizes that a model's config tells, where it does not have them already."""
+        return self
+
+    @property
     def inverse(self) -> Composable:
         """The layout that leads back.
 
@@ -48,25 +65,22 @@ class Composable(ABC):
         """The content of config.json that goes with the new layout."""
         return config
 
-    def __or__(self, other: TwoWay) -> Composable:
-        """This layout, then `other`: `(a | b)(x)` equals `b(a(x))`."""
-        return Chain.of([self, other]) if is_two_way(other) else NotImplemented
+    def __or__(self, other: AnyLayout) -> Composable:
+        """This layout, then `other`, which may be a function: `(a | b)(x)` equals `b(a(x))`."""
+        return Chain.of([self, other]) if is_layout(other) else NotImplemented
 
-    def __ror__(self, other: TwoWay) -> Composable:
+    def __ror__(self, other: AnyLayout) -> Composable:
         """`other`, then this layout."""
-        return Chain.of([other, self]) if is_two_way(other) else NotImplemented
+        return Chain.of([other, self]) if is_layout(other) else NotImplemented
 
     def scoped(self, src_prefix: str, dst_prefix: str | None = None) -> Composable:
         """The same layout for a part of a bigger model: the names that begin with `src_prefix`.
 
         Args:
-            src_prefix: Stands before every name of the part; empty, or ends with a dot.
+            src_prefix: Stands before every name of the part; the dot at its end need not be written.
             dst_prefix: Stands there afterwards. Default: as before.
         """
-        for prefix in (src_prefix, dst_prefix):
-            if prefix and not prefix.endswith("."):
-                raise LayoutError(f"prefix '{prefix}' must end with a dot. Write '{prefix}.'.")
-        return Scoped(self, src_prefix, src_prefix if dst_prefix is None else dst_prefix)
+        return Scoped(self, as_prefix(src_prefix), as_prefix(src_prefix if dst_prefix is None else dst_prefix))
 
 
 def is_two_way(layout: object) -> TypeGuard[TwoWay]:
@@ -74,13 +88,43 @@ def is_two_way(layout: object) -> TypeGuard[TwoWay]:
     return callable(layout) and hasattr(type(layout), "inverse")
 
 
+def is_layout(other: object) -> TypeGuard[AnyLayout]:
+    """Whether something may follow a layout or be followed by one; a class may not, as in annotations."""
+    return callable(other) and not isinstance(other, type)
+
+
+def as_prefix(text: str) -> str:
+    """What stands before every name of a part: empty, or with a dot at its end."""
+    return text if not text or text.endswith(".") else f"{text}."
+
+
+@dataclass(frozen=True, repr=False)
+class Function(Composable):
+    """A plain function as a layout, which has no inverse."""
+
+    function: AnyLayout
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(self.function(tensors))
+
+    @property
+    def inverse(self) -> Composable:
+        raise LayoutError(f"{self!r} is a function and has no inverse. Write it as a Layout of rules.")
+
+    def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return config_after(self.function, config)
+
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", None) or repr(self.function)
+
+
 class Counting(Composable):
     """A layout that counts what it finds, in its `with_matches`."""
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        results, matches = self.with_matches(named_tensors(tensors, "a layout"))
+        results, matches = map_tensors(self, named_tensors(tensors, "a layout"))
         matches.report()
-        return dict(results)
+        return results
 
     @abstractmethod
     def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], Matches]:
@@ -94,11 +138,22 @@ class Chain(Counting):
     links: tuple[TwoWay, ...]
 
     @classmethod
-    def of(cls, layouts: Iterable[TwoWay]) -> Chain:
+    def of(cls, layouts: Iterable[AnyLayout]) -> Chain:
         """The chain of these, chains among them taken apart."""
-        return cls(
-            tuple(link for layout in layouts for link in (layout.links if isinstance(layout, Chain) else [layout]))
-        )
+        links: list[TwoWay] = []
+        for layout in layouts:
+            if isinstance(layout, Chain):
+                links += layout.links
+            else:
+                links.append(layout if is_two_way(layout) else Function(layout))
+        return cls(tuple(links))
+
+    @property
+    def needs_config(self) -> bool:
+        return any(getattr(link, "needs_config", False) for link in self.links)
+
+    def with_config(self, config: object) -> Chain:
+        return Chain(tuple(layout_with_config(link, config) for link in self.links))
 
     def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], Matches]:
         matches = Matches()
@@ -152,6 +207,13 @@ class Scoped(Counting):
 
     def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         return self.layout.new_config(config)
+
+    @property
+    def needs_config(self) -> bool:
+        return self.layout.needs_config
+
+    def with_config(self, config: object) -> Scoped:
+        return Scoped(self.layout.with_config(config), self.src_prefix, self.dst_prefix)
 
     @property
     def inverse(self) -> Scoped:

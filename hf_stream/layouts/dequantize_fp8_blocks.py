@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from hf_stream.checkpoint.matches import Matches, RuleMatches
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.composable import Composable, Counting
+from hf_stream.layouts.sizes import fp8_scales
 from hf_stream.lazy import defer
 
 # Elements of a weight that are read and held at a time, and those among them that are in float32 at a time.
@@ -27,10 +28,10 @@ _SUFFIXES = ("_scale_inv", "_scale")
 
 
 def dequantize_fp8_blocks(
-    block_size: tuple[int, int] | None = (128, 128),
+    block_size: tuple[int, int] | Literal["config"] | None = "config",
     dtype: torch.dtype = torch.bfloat16,
     *,
-    suffix: str = "_scale_inv",
+    suffix: str | None = None,
 ) -> Composable:
     """FP8 weights times the scales of their blocks: `x.weight` and `x.weight_scale_inv` become `x.weight`.
 
@@ -53,11 +54,45 @@ def dequantize_fp8_blocks(
 
     Args:
         block_size: Rows and columns of a block. None: the scales of each weight divide it evenly, as many as they are.
+            "config": what the config beside the checkpoint, or that of the model, says; else (128, 128).
         dtype: What the weights become.
         suffix: What the name of a scale has after the name of its weight: "_scale" for compressed-tensors, fbgemm and
-            ModelOpt.
+            ModelOpt. Default: what the config says, else "_scale_inv".
     """
-    return DequantizeFp8Blocks(block_size, dtype, suffix)
+    layout = _AsTheConfigSays(block_size, dtype, suffix)
+    return layout.with_config(None) if block_size != "config" and suffix is not None else layout
+
+
+@dataclass(frozen=True, repr=False)
+class _AsTheConfigSays(Counting):
+    """What `dequantize_fp8_blocks` gives until the config is known."""
+
+    block_size: tuple[int, int] | Literal["config"] | None
+    dtype: torch.dtype
+    suffix: str | None
+
+    def __post_init__(self) -> None:
+        self.with_config(None)
+
+    @property
+    def needs_config(self) -> bool:
+        return True
+
+    def with_config(self, config: object) -> DequantizeFp8Blocks:
+        block_size, suffix = fp8_scales(config)
+        if self.block_size != "config":
+            block_size = self.block_size
+        return DequantizeFp8Blocks(block_size, self.dtype, self.suffix or suffix)
+
+    def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], Matches]:
+        return self.with_config(None).with_matches(tensors)
+
+    def new_config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.with_config(None).new_config(config)
+
+    def __repr__(self) -> str:
+        suffix = "" if self.suffix is None else f", suffix={self.suffix!r}"
+        return f"dequantize_fp8_blocks({self.block_size!r}, {self.dtype}{suffix})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -168,8 +203,7 @@ class DequantizeFp8Blocks(Counting):
         return scale, (weight.shape[0] // scale.shape[0], weight.shape[1] // scale.shape[1])
 
     def __repr__(self) -> str:
-        suffix = "" if self.suffix == "_scale_inv" else f", suffix={self.suffix!r}"
-        return f"dequantize_fp8_blocks({self.block_size}, {self.dtype}{suffix})"
+        return f"dequantize_fp8_blocks({self.block_size}, {self.dtype}, suffix={self.suffix!r})"
 
 
 @dataclass(frozen=True)

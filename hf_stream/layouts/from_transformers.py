@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def from_transformers(
-    model_or_config: PreTrainedModel | PreTrainedConfig | Mapping[str, Any], *, strict: bool = True
+    model_or_config: PreTrainedModel | PreTrainedConfig | Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    strict: bool = True,
 ) -> Composable:
     """What transformers converts when it loads a model, as a layout: from the checkpoint's tensors to those in memory.
 
@@ -37,8 +40,8 @@ def from_transformers(
 
     Args:
         model_or_config: A model, with the modules and ties that it has at this moment (its weights are not kept); a
-            config; or the content of a config.json. A config stands for the first of its `architectures`, or else the
-            base model.
+            config; or the content of a config.json or its path. A config stands for the first of its `architectures`,
+            or else the base model.
         strict: Whether weights that are missing, and names that the model does not have, are errors; otherwise the
             former are missing in the result as well, and the latter are dropped.
 

@@ -7,11 +7,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
 from hf_stream.errors import LayoutError
-from hf_stream.layouts.rule import Move, Named, Rule, checked_dim, group_move, numbered_move, shape_text
+from hf_stream.layouts.from_config import FromConfig
+from hf_stream.layouts.rule import (
+    Move,
+    Named,
+    Rule,
+    checked_dim,
+    group_move,
+    numbered_move,
+    shape_text,
+)
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,7 +56,7 @@ class Concat(Rule):
     srcs: Sequence[str]
     dst: str
     dim: int = 0
-    sizes: Sequence[int] | None = None
+    sizes: Sequence[int] | FromConfig | None = None
     groups: int = 1
 
     def settle(self) -> None:
@@ -73,9 +85,9 @@ class Concat(Rule):
 
     def _check_proportion(self, extents: list[int], dim: int) -> None:
         proportion = tuple(extent // (math.gcd(*extents) or 1) for extent in extents)
-        wanted = _lowest(self.sizes or (1,) * len(extents))
+        wanted = _lowest(_told(self.sizes) or (1,) * len(extents))
         if proportion != wanted and any(extents):
-            stated = "equal extents" if self.sizes is None else f"extents in the proportion {wanted}"
+            stated = "equal extents" if _told(self.sizes) is None else f"extents in the proportion {wanted}"
             raise LayoutError(
                 f"{stated} wanted along dimension {dim}, got {', '.join(map(str, extents))}. "
                 f"Pass sizes={proportion}, or the numbers of heads where a ready-made layout takes them."
@@ -113,7 +125,7 @@ class Split(Rule):
     src: str
     dsts: Sequence[str]
     dim: int = 0
-    sizes: Sequence[int] | None = None
+    sizes: Sequence[int] | FromConfig | None = None
     groups: int = 1
 
     def settle(self) -> None:
@@ -127,7 +139,7 @@ class Split(Rule):
     def run(self, group: Sequence[Named]) -> Sequence[torch.Tensor]:
         ((_, tensor),) = group
         dim = checked_dim(tensor, self.dim)
-        proportion = _lowest(self.sizes or (1,) * len(self.dsts))
+        proportion = _lowest(_told(self.sizes) or (1,) * len(self.dsts))
         parts = sum(proportion) * self.groups
         if tensor.shape[dim] % parts:
             remedy = "Change" if self.sizes is not None or self.groups > 1 else "Pass"
@@ -159,25 +171,31 @@ class Stack(Rule):
         Stack("{p:*}.experts.{expert}.up.weight", "{p}.experts.up")
         # E tensors [I, H], numbered 0 to E - 1 -> [E, I, H]
 
-    The placeholder that `dst` lacks is the number. Numbers must run from 0 without a hole. In a stream the result comes
-    at the end, and the tensors wait until then, unless `count` says how many there are; without `count` it cannot be
-    seen, either, that the last ones are missing.
+        Stack(["{p:*}.q.weight", "{p}.k.weight", "{p}.v.weight"], "{p}.qkv.weight")
+        # [H, H], [H, H], [H, H] -> [3, H, H]
+
+    Of one pattern, the placeholder that `dst` lacks is the number. Numbers must run from 0 without a hole. In a stream
+    the result comes at the end, and the tensors wait until then, unless `count` says how many there are; without
+    `count` it cannot be seen, either, that the last ones are missing.
 
     Args:
-        src: Pattern of the tensors.
+        src: Pattern of the tensors; or one for each, in their order.
         dst: Pattern of the result.
         dim: Where the new dimension stands in the result; negative counts from the back.
         count: How many tensors make one result.
     """
 
-    src: str
+    src: str | Sequence[str]
     dst: str
     dim: int = 0
-    count: int | None = None
+    count: int | FromConfig | None = None
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        return (numbered_move(self, self.src, self.dst, self.count, gather=True),)
+        if isinstance(self.src, str):
+            return (numbered_move(self, self.src, self.dst, _told(self.count), gather=True),)
+        _check_count(self, self.src, self.count)
+        return (group_move(self, self.src, [self.dst]),)
 
     def run(self, group: Sequence[Named]) -> Sequence[torch.Tensor]:
         tensors = [tensor for _, tensor in group]
@@ -186,7 +204,7 @@ class Stack(Rule):
         return (torch.stack(tensors, dim),)
 
     def prefixed(self, prefix: str) -> Stack:
-        return dataclasses.replace(self, src=prefix + self.src, dst=prefix + self.dst)
+        return dataclasses.replace(self, src=_prefixed(self.src, prefix), dst=prefix + self.dst)
 
     def invert(self) -> Unstack:
         return Unstack(self.dst, self.src, self.dim, self.count)
@@ -199,35 +217,42 @@ class Unstack(Rule):
         Unstack("{p:*}.experts.up", "{p}.experts.{expert}.up.weight")
         # [E, I, H] -> E tensors [I, H], numbered 0 to E - 1
 
+        Unstack("{p:*}.qkv.weight", ["{p}.q.weight", "{p}.k.weight", "{p}.v.weight"])
+        # [3, H, H] -> [H, H], [H, H], [H, H]
+
     Args:
         src: Pattern of the tensor.
-        dst: Pattern of the results; the placeholder that `src` lacks is the number.
+        dst: Pattern of the results, in which the placeholder that `src` lacks is the number; or one for each.
         dim: The dimension that vanishes; negative counts from the back.
         count: The extent which that dimension must have. Default: any.
     """
 
     src: str
-    dst: str
+    dst: str | Sequence[str]
     dim: int = 0
-    count: int | None = None
+    count: int | FromConfig | None = None
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        return (numbered_move(self, self.dst, self.src, self.count, gather=False),)
+        if isinstance(self.dst, str):
+            return (numbered_move(self, self.dst, self.src, _told(self.count), gather=False),)
+        _check_count(self, self.dst, self.count)
+        return (group_move(self, [self.src], self.dst),)
 
     def run(self, group: Sequence[Named]) -> Sequence[torch.Tensor]:
         ((_, tensor),) = group
         dim = checked_dim(tensor, self.dim)
         extent = tensor.shape[dim]
-        if extent != (self.count or extent or 1):
-            wanted = self.count or "at least 1"
+        count = _told(self.count) if isinstance(self.dst, str) else len(self.dst)
+        if extent != (count or extent or 1):
+            wanted = count or "at least 1"
             raise LayoutError(
                 f"extent {wanted} wanted along dimension {dim}, got shape {shape_text(tensor)}. Change dim= or count=."
             )
         return torch.unbind(tensor, dim)
 
     def prefixed(self, prefix: str) -> Unstack:
-        return dataclasses.replace(self, src=prefix + self.src, dst=prefix + self.dst)
+        return dataclasses.replace(self, src=prefix + self.src, dst=_prefixed(self.dst, prefix))
 
     def invert(self) -> Stack:
         return Stack(self.dst, self.src, self.dim, self.count)
@@ -238,9 +263,24 @@ def _check_several(rule: Rule, patterns: Sequence[str]) -> None:
         raise LayoutError(f"{type(rule).__name__} takes a list of patterns, got '{patterns}'. Put it in brackets.")
 
 
-def _check_sizes(rule: Rule, sizes: Sequence[int] | None, count: int, groups: int) -> None:
+def _told(value: Value | FromConfig | None) -> Value | None:
+    """A value that no config needs to tell."""
+    return None if isinstance(value, FromConfig) else value
+
+
+def _check_count(rule: Rule, patterns: Sequence[str], count: int | FromConfig | None) -> None:
+    if _told(count) not in (None, len(patterns)):
+        raise LayoutError(f"{rule!r}: {len(patterns)} patterns and count={count}. Leave count= out.")
+
+
+def _prefixed(patterns: str | Sequence[str], prefix: str) -> str | list[str]:
+    return prefix + patterns if isinstance(patterns, str) else [prefix + pattern for pattern in patterns]
+
+
+def _check_sizes(rule: Rule, sizes: Sequence[int] | FromConfig | None, count: int, groups: int) -> None:
     if groups < 1:
         raise LayoutError(f"{type(rule).__name__}: groups must be at least 1, got {groups}.")
+    sizes = _told(sizes)
     if sizes is not None and (len(sizes) != count or min(sizes) < 1):
         raise LayoutError(f"{type(rule).__name__}: {count} sizes of at least 1 wanted, got {list(sizes)}.")
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from operator import itemgetter
+from typing import overload
 
 import torch
 
+from hf_stream.checkpoint.mapping import AnyLayout, map_tensors
 from hf_stream.checkpoint.matches import Matches
-from hf_stream.errors import ArgumentTypeError, LayoutError
+from hf_stream.errors import ArgumentTypeError
 from hf_stream.layouts.arguments import checked_rules
+from hf_stream.layouts.composable import Chain, Composable, as_prefix, is_layout
 from hf_stream.layouts.found import Found
 from hf_stream.layouts.naming import Rename
 from hf_stream.layouts.rule import Rule, as_optional_as
@@ -81,18 +84,38 @@ class Layout:
             LayoutError: two rules have a pattern for one name; two results have one name, or one has that of a tensor
                 that passes through; of a group of tensors only some are there; shapes or dtypes do not fit.
         """
-        results, matches = self.with_matches(tensors)
+        results, matches = map_tensors(self, tensors)
         matches.report()
         return results
 
     def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Matches]:
         """The same without a warning, and what each rule has found."""
         tensors = named_tensors(tensors, "a layout")
+        if self.needs_config:
+            return self.with_config(None).with_matches(tensors)
         names, founds = list(tensors), [Found() for _ in self._stages]
         for stage, found in zip(self._stages, founds, strict=True):
             placed = sorted(stage.run(tensors.items(), found), key=itemgetter(0))
             tensors = {name: tensor for _, name, tensor in placed}
         return dict(tensors), self._matches(founds, names)
+
+    @property
+    def needs_config(self) -> bool:
+        """Whether a model's config tells some of the sizes."""
+        return any(rule.needs_config for stage in self._stages for rule in stage.rules)
+
+    def with_config(self, config: object) -> Layout:
+        """The same layout with the sizes that a model's config tells, where it does not have them already.
+
+        Args:
+            config: The config, an object or a dict; None if there is none.
+
+        Raises:
+            LayoutError: Sizes cannot do without.
+        """
+        if not self.needs_config:
+            return self
+        return _of_stages(tuple(Stage([rule.with_config(config) for rule in stage.rules]) for stage in self._stages))
 
     def stream(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same for tensors that come one after the other.
@@ -107,6 +130,9 @@ class Layout:
         """
         if isinstance(pairs, Mapping | str):
             raise ArgumentTypeError(f"Layout.stream takes pairs of names and tensors, got {kind(pairs)}; pass .items()")
+        if self.needs_config:
+            yield from self.with_config(None).stream(pairs)
+            return
         founds = [Found() for _ in self._stages]
         for stage, found in zip(self._stages, founds, strict=True):
             pairs = map(itemgetter(1, 2), stage.run(pairs, found))
@@ -117,11 +143,21 @@ class Layout:
         pairs = zip(self._stages, founds, strict=True)
         return Matches.of((entry for stage, found in pairs for entry in found.matches(stage.rules)), names)
 
-    def __or__(self, other: Layout) -> Layout:
-        """This layout, then `other`: `(a | b)(x)` equals `b(a(x))`."""
-        if not isinstance(other, Layout):
-            return NotImplemented
-        return _of_stages(self._stages + other._stages)
+    @overload
+    def __or__(self, other: Layout) -> Layout: ...
+
+    @overload
+    def __or__(self, other: AnyLayout) -> Layout | Composable: ...
+
+    def __or__(self, other: AnyLayout) -> Layout | Composable:
+        """This layout, then `other`, which may be a function: `(a | b)(x)` equals `b(a(x))`."""
+        if isinstance(other, Layout):
+            return _of_stages(self._stages + other._stages)
+        return Chain.of([self, other]) if is_layout(other) else NotImplemented
+
+    def __ror__(self, other: AnyLayout) -> Composable:
+        """`other`, a function, then this layout."""
+        return Chain.of([other, self]) if is_layout(other) else NotImplemented
 
     @property
     def inverse(self) -> Layout:
@@ -144,13 +180,12 @@ class Layout:
             ['qk', 'norm']
 
         Args:
-            src_prefix: Stands before every name of the part; empty, or ends with a dot.
+            src_prefix: Stands before every name of the part; the dot at its end need not be written.
             dst_prefix: Stands there afterwards, before every name of the part, those that no rule touches included.
                 Default: as before.
         """
-        for prefix in (src_prefix, dst_prefix):
-            if prefix and not prefix.endswith("."):
-                raise LayoutError(f"prefix '{prefix}' must end with a dot. Write '{prefix}.'.")
+        src_prefix = as_prefix(src_prefix)
+        dst_prefix = None if dst_prefix is None else as_prefix(dst_prefix)
         stages = tuple(
             Stage([as_optional_as(rule.prefixed(src_prefix), rule) for rule in stage.rules]) for stage in self._stages
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_stream.checkpoint.config import config_of
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.composable import Composable
 from hf_stream.layouts.layout import Layout
@@ -103,8 +104,8 @@ def meta_llama(
         tensor([ 0,  2,  1,  3, 10, 12, 11, 13])
 
     Args:
-        config: The content of Meta's params.json, or of config.json, or any object with attributes; heads are read from
-            it.
+        config: The content of Meta's params.json, or of config.json, or any object with attributes, or the path of
+            either file; heads are read from it. Default: the one beside the checkpoint.
         num_heads: Number of query heads; overrides the config.
         num_key_value_heads: Number of key heads; overrides the config. It is only checked: the tensors tell it as well.
         parts: How many parts the inverse makes; parts that are opened must be as many. Default: the inverse gives one
@@ -116,7 +117,7 @@ def meta_llama(
     """
     if parts is not None and parts < 1:
         raise LayoutError(f"parts must be at least 1, got {parts}.")
-    return MetaLlama(*known_heads(config, num_heads, num_key_value_heads), parts)
+    return MetaLlama(*known_heads(config_of(config), num_heads, num_key_value_heads), parts)
 
 
 @dataclass(frozen=True, repr=False)
@@ -130,6 +131,14 @@ class MetaLlama(Composable):
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self._to_meta(tensors) if self.backwards else self._to_hf(tensors)
+
+    @property
+    def needs_config(self) -> bool:
+        return self.num_heads is None
+
+    def with_config(self, config: object) -> MetaLlama:
+        heads, kv_heads = known_heads(config, self.num_heads, self.num_key_value_heads)
+        return dataclasses.replace(self, num_heads=heads, num_key_value_heads=kv_heads)
 
     @property
     def inverse(self) -> MetaLlama:
@@ -180,8 +189,8 @@ class MetaLlama(Composable):
         heads = self.num_heads
         if heads is None and head_dim is None:
             raise LayoutError(
-                f"'{name}': the number of heads is not known. Pass config= or num_heads=; on the command line, put "
-                "params.json or config.json beside the source."
+                f"'{name}': the number of heads is not known. Pass config= or num_heads=, or put params.json or "
+                "config.json beside the source."
             )
         if heads is not None and (query.shape[0] % heads or head_dim not in (None, query.shape[0] // heads)):
             told = "" if head_dim is None else f" of {head_dim} rows, as {_FREQS} tells"

@@ -5,23 +5,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from hf_stream.checkpoint.config import config_of
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.any_of import AnyOf
+from hf_stream.layouts.from_config import QkvSizes
 from hf_stream.layouts.joining import Concat
 from hf_stream.layouts.layout import Layout
-from hf_stream.layouts.sizes import attention_heads, parts_with_heads
+from hf_stream.layouts.rule import Rule
 
-NAMES: dict[str, tuple[tuple[str, str, str], str]] = {
-    "llama": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
-    "bert": (("attention.self.query", "attention.self.key", "attention.self.value"), "attention.self.qkv"),
+NAMES: dict[str, tuple[tuple[str, str, str], str, str]] = {
+    "llama": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj", "concat"),
+    "bert": (("attention.self.query", "attention.self.key", "attention.self.value"), "attention.self.qkv", "concat"),
+    "gpt_neox": (
+        ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+        "attention.query_key_value",
+        "per_head",
+    ),
+    "bloom": (
+        ("self_attention.q_proj", "self_attention.k_proj", "self_attention.v_proj"),
+        "self_attention.query_key_value",
+        "per_head",
+    ),
+    "falcon": (
+        ("self_attention.q_proj", "self_attention.k_proj", "self_attention.v_proj"),
+        "self_attention.query_key_value",
+        "per_group",
+    ),
 }
-"""Separate modules and the packed one, as families of models call them."""
+"""Separate modules, the packed one, and how its rows are arranged, as families of models have them."""
+
+_ALTERNATIVES = ("llama", "bert")
 
 
 def packed_qkv(
     config: object = None,
     *,
-    style: Literal["concat", "per_head", "per_group"] = "concat",
+    style: Literal["concat", "per_head", "per_group"] | None = None,
     num_heads: int | None = None,
     num_key_value_heads: int | None = None,
     names: str | Sequence[str] | None = None,
@@ -45,67 +64,60 @@ def packed_qkv(
         >>> pack.inverse(pack(separate)).keys() == separate.keys()
         True
 
-    Only numbers of heads are needed; the rows of a head follow from the tensors. Without them ("concat" only) the three
+    Only numbers of heads are needed; the rows of a head follow from the tensors. Without a config or numbers they are
+    read where the layout is used: from the config beside the checkpoint (`convert`, `verify`, a `Checkpoint`) or that
+    of the model (`from_pretrained`, `save_pretrained`, `load_into`). Where there is none ("concat" only), the three
     must have equal shapes. A layer may have weights without biases; but a query bias without a key bias is an error.
 
+    The inverse takes packed projections apart: `packed_qkv(names="gpt_neox").inverse` those of GPT-NeoX.
+
     Args:
-        config: The model's config, an object or a dict; numbers of heads are read from it.
-        style: How the rows are arranged, see above.
+        config: The model's config, an object or a dict, its path, or the model; numbers of heads are read from it.
+        style: How the rows are arranged, see above. Default: as the models of these names have it, else "concat".
         num_heads: Number of query heads; overrides the config.
         num_key_value_heads: Number of key heads and of value heads; overrides the config. Default: `num_heads`.
-        names: How the separate modules are called: "llama" (`self_attn.q_proj`), "bert" (`attention.self.query`), or
-            the ends of the three modules' names. Default: both of the known ones, whichever is there.
-        dst: The end of the packed module's name. Default: `self_attn.qkv_proj`, `attention.self.qkv`.
+        names: How the modules are called, which tells the style as well:
+            "llama" (`self_attn.q_proj`, `self_attn.qkv_proj`), "bert" (`attention.self.query`, `attention.self.qkv`),
+            "gpt_neox" (`attention.q_proj`, `attention.query_key_value`),
+            "bloom" and "falcon" (`self_attention.q_proj`, `self_attention.query_key_value`),
+            or the ends of the three separate modules' names. Default: "llama" or "bert", whichever is there.
+        dst: The end of the packed module's name. Default: see above.
 
     Raises:
-        LayoutError: numbers of heads are missing or do not suit the style, or names and dst do not fit together.
+        LayoutError: numbers of heads do not suit the style, or names and dst do not fit together. When the layout is
+            called: numbers of heads are missing.
     """
-    parts = parts_with_heads(config)
-    if style != "concat" and num_heads is None and len(parts) > 1:
-        # The same names in each of them, but other numbers of heads: rows would be dealt wrongly and still fit.
-        raise LayoutError(
-            f"packed_qkv: style '{style}' deals rows by heads, and the config has {len(parts)} parts with heads: "
-            f"{', '.join(parts)}. Build a layout from each part's own config and put it in its place with .scoped()."
-        )
-    sizes, groups = _arrangement(style, attention_heads(config, num_heads, num_key_value_heads))
-    rules = []
-    for separate, packed in _modules(names, dst):
+    config = config_of(config)
+    rules: list[Rule] = []
+    for separate, packed, usual in _modules(names, dst):
+        sizes = QkvSizes(_checked(style or usual), num_heads, num_key_value_heads)
         srcs = [f"{{prefix:*}}.{module}.{{kind:weight|bias}}" for module in separate]
-        rules.append(Concat(srcs, f"{{prefix}}.{packed}.{{kind}}", sizes=sizes, groups=groups))
+        rule = Concat(srcs, f"{{prefix}}.{packed}.{{kind}}", sizes=sizes)
+        told = config is not None or num_heads is not None or num_key_value_heads is not None
+        rules.append(rule.with_config(config) if told else rule)
     return Layout(rules if len(rules) == 1 else [AnyOf(rules)])
 
 
-def _arrangement(style: str, heads: tuple[int, int] | None) -> tuple[tuple[int, int, int] | None, int]:
-    """Proportion of q, k and v, and the number of groups in which they are dealt."""
+def _checked(style: str) -> str:
     if style not in ("concat", "per_head", "per_group"):
         raise LayoutError(f"style must be 'concat', 'per_head' or 'per_group', got '{style}'.")
-    if heads is None:
-        if style != "concat":
-            raise LayoutError(f"packed_qkv: style '{style}' needs the number of heads. Pass config or num_heads=.")
-        return None, 1
-    num_heads, num_key_value_heads = heads
-    if style == "per_head" and num_heads != num_key_value_heads:
-        raise LayoutError(
-            f"packed_qkv: style 'per_head' needs as many key heads as query heads, got {num_heads} query heads and "
-            f"{num_key_value_heads} key heads. Use style='per_group'."
-        )
-    per_key_head = num_heads // num_key_value_heads
-    return (per_key_head, 1, 1), 1 if style == "concat" else num_key_value_heads
+    return style
 
 
-def _modules(names: str | Sequence[str] | None, dst: str | None) -> list[tuple[Sequence[str], str]]:
+def _modules(names: str | Sequence[str] | None, dst: str | None) -> list[tuple[Sequence[str], str, str]]:
+    """Separate modules, the packed one, and its usual style."""
     if names is None:
         if dst is not None:
             raise LayoutError(f"packed_qkv: dst='{dst}' needs names= as well, 'llama', 'bert' or three module names.")
-        return list(NAMES.values())
+        return [NAMES[family] for family in _ALTERNATIVES]
     if isinstance(names, str):
         if names not in NAMES:
             raise LayoutError(
                 f"packed_qkv: names '{names}' is not known. Use {' or '.join(map(repr, NAMES))}, "
                 "or give three module names."
             )
-        separate, packed = NAMES[names]
-        return [(separate, dst or packed)]
+        separate, packed, style = NAMES[names]
+        return [(separate, dst or packed, style)]
     if len(names) != 3 or dst is None:
         raise LayoutError(f"packed_qkv: names= needs three module names and dst=, got {list(names)} and dst={dst!r}.")
-    return [(tuple(names), dst)]
+    return [(tuple(names), dst, "concat")]

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_stream.checkpoint import AnyLayout
+from hf_stream.checkpoint.config import config_of
 from hf_stream.errors import ArgumentTypeError, LayoutError
 from hf_stream.layouts.composable import Composable, TwoWay
 from hf_stream.layouts.dequantize_fp8_blocks import dequantize_fp8_blocks
@@ -22,16 +23,9 @@ from hf_stream.layouts.meta_llama import meta_llama
 from hf_stream.layouts.metaseq_opt import metaseq_opt
 from hf_stream.layouts.packed_gate_up import packed_gate_up
 from hf_stream.layouts.packed_qkv import packed_qkv
-from hf_stream.layouts.sizes import fp8_scales
 from hf_stream.layouts.stacked_experts import stacked_experts
 from hf_stream.layouts.swift_transformer import swift_transformer
 from hf_stream.lazy.given import kind
-
-
-def _dequantize_fp8_blocks(config: object) -> TwoWay:
-    block_size, suffix = fp8_scales(config)
-    return dequantize_fp8_blocks(block_size, suffix=suffix)
-
 
 _READY_MADE: dict[str, tuple[str, Callable[[Any], TwoWay]]] = {
     "packed-qkv": (
@@ -39,12 +33,24 @@ _READY_MADE: dict[str, tuple[str, Callable[[Any], TwoWay]]] = {
         packed_qkv,
     ),
     "packed-qkv-per-head": (
-        "query, key and value in one projection, dealt by heads (GPT-NeoX, BLOOM)",
+        "query, key and value in one projection, dealt by heads",
         partial(packed_qkv, style="per_head"),
     ),
     "packed-qkv-per-group": (
-        "query, key and value in one projection, dealt by key heads (Megatron, Falcon)",
+        "query, key and value in one projection, dealt by key heads (Megatron)",
         partial(packed_qkv, style="per_group"),
+    ),
+    "packed-qkv-gpt-neox": (
+        "the packed projection of GPT-NeoX, attention.query_key_value",
+        partial(packed_qkv, names="gpt_neox"),
+    ),
+    "packed-qkv-bloom": (
+        "the packed projection of BLOOM, self_attention.query_key_value",
+        partial(packed_qkv, names="bloom"),
+    ),
+    "packed-qkv-falcon": (
+        "the packed projection of Falcon, self_attention.query_key_value, old and new",
+        partial(packed_qkv, names="falcon"),
     ),
     "packed-gate-up": (
         "gate and up in one projection (Phi-3, vLLM)",
@@ -64,7 +70,7 @@ _READY_MADE: dict[str, tuple[str, Callable[[Any], TwoWay]]] = {
     ),
     "dequantize-fp8-blocks": (
         "FP8 weights times the scales of their blocks, as bfloat16 (DeepSeek)",
-        _dequantize_fp8_blocks,
+        lambda config: dequantize_fp8_blocks().with_config(config),
     ),
     "metaseq-opt": (
         "OPT of metaseq, one file or parts, as transformers has it",
@@ -113,13 +119,15 @@ def get(name: str, config: object = None) -> TwoWay:
 
     Args:
         name: One of `names()`; underscores are as good as dashes.
-        config: The model's config, an object or a dict, for sizes.
+        config: The model's config, an object or a dict, its path, or the model, for sizes. Without it they are read
+            where the layout is used, from the config beside the checkpoint.
 
     Raises:
         LayoutError: the name is not known, or the config lacks a size.
     """
     if not isinstance(name, str):
         raise ArgumentTypeError(f"a layout has a name, got {kind(name)}; the names are {', '.join(names())}")
+    config = config_of(config)
     word, _, path = name.partition("=")
     if takes_path(name):
         return _OF_A_PATH[word.replace("_", "-")][1](path, config)
@@ -142,7 +150,7 @@ def load(spec: str, config: object = None) -> AnyLayout:
 
     Args:
         spec: `path/to/file.py:name`.
-        config: The model's config, an object or a dict.
+        config: The model's config, an object or a dict, its path, or the model.
 
     Raises:
         LayoutError: there is no such file or name, the file raises an error, or the name stands for something else.
@@ -158,7 +166,7 @@ def load(spec: str, config: object = None) -> AnyLayout:
         known = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
         raise LayoutError(f"'{path_text}' has no '{name}'. It has: {', '.join(known) or 'no callable'}.")
     if callable(found) and not isinstance(found, (Layout, Composable)) and _takes_config(found):
-        found = found(config=config)
+        found = found(config=config_of(config))
     if not callable(found):
         raise LayoutError(f"'{spec}' must be a Layout or a function, got {type(found).__name__}.")
     layout: AnyLayout = found

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from hf_stream.errors import LayoutError
+from hf_stream.layouts import from_config
 from hf_stream.layouts.arguments import settle_fields
 from hf_stream.layouts.pattern import Pattern, compile_patterns
 
@@ -56,6 +57,15 @@ class Rule(ABC):
     def alternatives(self) -> Sequence[Rule]:
         """The rules that do the work, one of which must find something: this one, but for `AnyOf`."""
         return (self,)
+
+    @property
+    def needs_config(self) -> bool:
+        """Whether a model's config tells some of its arguments."""
+        return from_config.needs_config(self)
+
+    def with_config(self, config: object) -> Rule:
+        """The same rule with what a config tells; None if there is none."""
+        return from_config.with_config(self, config)
 
     @cached_property
     @abstractmethod

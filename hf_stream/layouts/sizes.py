@@ -59,7 +59,15 @@ def known_heads(
     config: object, num_heads: int | None, num_key_value_heads: int | None
 ) -> tuple[int | None, int | None]:
     """Numbers of query heads and of key heads as far as they are told; arguments override the config."""
-    return num_heads or config_size(config, *_HEADS), num_key_value_heads or config_size(config, *_KV_HEADS)
+    return num_heads or config_size(config, *_HEADS), num_key_value_heads or _kv_heads(config)
+
+
+def _kv_heads(config: object) -> int | None:
+    # Falcon and GPT-BigCode say by a flag that there is one, whatever number stands beside it.
+    for part in (config, _get(config, "text_config")):
+        if _get(part, "multi_query") is True and not _get(part, "new_decoder_architecture"):
+            return 1
+    return config_size(config, *_KV_HEADS)
 
 
 def parts_with_heads(config: object) -> list[str]:

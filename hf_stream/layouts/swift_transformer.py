@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import ClassVar, Final
 
 import torch
 
+from hf_stream.checkpoint.config import config_of
 from hf_stream.checkpoint.mapping import TORCHSCRIPT, FileFormat
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.composable import Composable
@@ -57,7 +59,8 @@ def swift_transformer(
         kv_heads: Number of key heads; overrides the config.
         head_dim: Rows of a head; overrides the config. Where nobody tells, it is guessed as SwiftTransformer's
             converter does: for OPT 64 with an ffn size up to 8192, 80 with one of 10240, else 128; for Llama 128.
-        config: The model's config (or the content of Meta's params.json), an object or a dict.
+        config: The model's config (or the content of Meta's params.json), an object or a dict, or its path. Default:
+            the one beside the checkpoint.
 
     Raises:
         LayoutError: `tp` is less than 1. When the layout is called: names are missing or have no place in
@@ -65,6 +68,7 @@ def swift_transformer(
     """
     if tp < 1:
         raise LayoutError(f"tp must be at least 1, got {tp}.")
+    config = config_of(config)
     query, key = known_heads(config, heads, kv_heads)
     return SwiftTransformer(tp, query, key, head_dim or config_size(config, "head_dim"))
 
@@ -85,6 +89,15 @@ class SwiftTransformer(Composable):
         check_names(family, whole)
         check_shapes(whole)
         return divide(whole, self.tp, self._heads(family, whole))
+
+    @property
+    def needs_config(self) -> bool:
+        return self.heads is None
+
+    def with_config(self, config: object) -> SwiftTransformer:
+        heads, kv_heads = known_heads(config, self.heads, self.kv_heads)
+        dim = self.head_dim or config_size(config, "head_dim")
+        return dataclasses.replace(self, heads=heads, kv_heads=kv_heads, head_dim=dim)
 
     @property
     def inverse(self) -> FromSwiftTransformer:

@@ -11,7 +11,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import local_torch_dtype
 
 from hf_stream.layouts.transformers_engine import load_into_skeleton, skeleton
-from hf_stream.layouts.transformers_layout import class_of, config_of, slots_of
+from hf_stream.layouts.transformers_layout import class_of, slots_of, typed_config
 
 # In others torch makes no models.
 _OF_MODELS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,7 +27,7 @@ def dtypes_of(
     """
     if dtype not in _OF_MODELS:
         return {}
-    config = copy.deepcopy(config_of(content))
+    config = copy.deepcopy(typed_config(content))
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if part is not None:
             part.dtype = dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
@@ -16,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, WeightTransform
 from transformers.modeling_utils import remove_tied_weights_from_state_dict, unwrap_model
 
+from hf_stream.checkpoint.config import config_of
 from hf_stream.errors import LayoutError
 from hf_stream.layouts.composable import Composable
 from hf_stream.layouts.transformers_engine import emptied, load_into_skeleton, revert, skeleton
@@ -26,8 +28,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 def layout_of(model_or_config: object, *, strict: bool) -> ToMemory:
     """See `from_transformers`."""
-    if isinstance(model_or_config, Mapping):
+    if isinstance(model_or_config, str | os.PathLike):
         model_or_config = config_of(model_or_config)
+    if isinstance(model_or_config, Mapping):
+        model_or_config = typed_config(model_or_config)
     if isinstance(model_or_config, PreTrainedConfig):
         config = copy.deepcopy(model_or_config)
         return ToMemory(class_of(config), config, None, strict)
@@ -170,7 +174,7 @@ def _patterns(entry: WeightTransform) -> tuple[Any, ...]:
     return (*entry.source_patterns, "->", *entry.target_patterns, entry.scope_prefix)
 
 
-def config_of(content: Mapping[str, Any]) -> PreTrainedConfig:
+def typed_config(content: Mapping[str, Any]) -> PreTrainedConfig:
     """The config that a config.json holds.
 
     Raises:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -49,7 +51,24 @@ def test_one_layout_follows_another() -> None:
     assert ((JOIN | rename) | rename) == (JOIN | (rename | rename))
     assert (JOIN | rename).inverse == rename.inverse | JOIN.inverse
     with pytest.raises(TypeError):
-        _ = JOIN | dict  # type: ignore[operator]
+        _ = JOIN | dict
+    with pytest.raises(TypeError):
+        _ = JOIN | 3  # type: ignore[operator]
+
+
+def test_a_function_follows_a_layout_and_is_followed_by_one() -> None:
+    def upper(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name.upper(): tensor for name, tensor in tensors.items()}
+
+    tensors = zeros("a.q", "a.k", "norm")
+    back = Layout([Rename("A.{x}", "a.{x}")])
+    assert list((JOIN | upper)(tensors)) == ["A.QK", "NORM"]
+    assert list((JOIN | upper | back)(tensors)) == ["a.QK", "NORM"]
+    assert list((upper | back)(zeros("a.b"))) == ["a.B"]
+    assert list((JOIN | upper | (JOIN | upper).links[1])(tensors)) == ["A.QK", "NORM"]
+    assert repr(JOIN | upper).endswith("<locals>.upper")
+    with pytest.raises(LayoutError, match="upper is a function and has no inverse"):
+        _ = (JOIN | upper).inverse
 
 
 def test_a_layout_among_the_rules_joins_its_rules_to_the_others() -> None:
@@ -103,8 +122,7 @@ def test_scoped_renames_all_names_of_the_part_and_no_others() -> None:
     assert list(JOIN.scoped("model.", "net.")(tensors)) == ["net.a.qk", "net.norm", "modelx", "a.q", "head"]
     assert list(JOIN.scoped("", "net.")(zeros("q", "k", "norm"))) == ["net.qk", "net.norm"]
     assert next(iter(JOIN.scoped("a.", "").scoped("model.", "m.")(tensors))) == "m.qk"
-    with pytest.raises(LayoutError, match=r"Write 'model\.'"):
-        JOIN.scoped("model")
+    assert JOIN.scoped("model", "net") == JOIN.scoped("model.", "net.")
 
 
 def test_scoped_has_an_inverse() -> None:

@@ -45,14 +45,15 @@ def test_get_hands_the_config_on() -> None:
     ],
 )
 def test_blocks_are_those_of_the_config(config: object, block_size: tuple[int, int] | None) -> None:
-    assert layouts.get("dequantize_fp8_blocks", config) == layouts.dequantize_fp8_blocks(block_size)
+    wanted = layouts.dequantize_fp8_blocks(block_size, suffix="_scale_inv")
+    assert layouts.get("dequantize_fp8_blocks", config) == wanted
 
 
 def test_a_name_that_is_not_known_is_answered_with_those_that_are() -> None:
     with pytest.raises(LayoutError, match=r"Did you mean 'packed-qkv'\? .*stacked-experts"):
         layouts.get("packed_qvk")
     with pytest.raises(LayoutError, match="needs the number of heads"):
-        layouts.get("packed-qkv-per-head")
+        layouts.get("packed-qkv-per-head", {})
 
 
 FILE = """

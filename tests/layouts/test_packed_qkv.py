@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from command_line import run
 from transformers import (
     BertConfig,
     BertModel,
+    BloomConfig,
     FalconConfig,
     GPTNeoXConfig,
     GPTNeoXModel,
@@ -21,6 +25,7 @@ from transformers import (
 from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.gpt_neox import modeling_gpt_neox
 
+import hf_stream
 from hf_stream.errors import LayoutError
 from hf_stream.layouts import packed_gate_up, packed_qkv
 
@@ -181,12 +186,12 @@ def test_names_of_the_modules_can_be_given() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"style": "per_head"}, "needs the number of heads"),
+        ({"style": "per_head", "config": {}}, "needs the number of heads"),
         ({"style": "per_head", "num_heads": 8, "num_key_value_heads": 2}, "Use style='per_group'"),
         ({"style": "per_row"}, "got 'per_row'"),
         ({"num_heads": 8, "num_key_value_heads": 3}, "8 query heads cannot share 3"),
         ({"num_key_value_heads": 3}, "Pass num_heads="),
-        ({"names": "gpt"}, "'llama' or 'bert'"),
+        ({"names": "gpt"}, "'llama' or 'bert' or 'gpt_neox' or 'bloom' or 'falcon'"),
         ({"names": ["q", "k"], "dst": "qk"}, "three module names"),
         ({"names": ["q", "k", "v"]}, "dst="),
         ({"dst": "qkv"}, "needs names="),
@@ -209,3 +214,92 @@ def test_parts_with_heads_of_their_own_are_not_dealt_by_those_of_another():
             packed_qkv(parts, style="per_head")
     packed_qkv(config["text_config"], style="per_head")
     packed_qkv(config)
+
+
+HIDDEN = {"hidden_size": 32, "vocab_size": 32}
+FALCON = {**HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 8, "alibi": False, "eos_token_id": 1}
+PACKED_MODELS = {
+    "gpt_neox": lambda: transformers.GPTNeoXForCausalLM(
+        GPTNeoXConfig(**HIDDEN, num_hidden_layers=2, num_attention_heads=8, intermediate_size=48, eos_token_id=1)
+    ),
+    "bloom": lambda: transformers.BloomForCausalLM(BloomConfig(**HIDDEN, n_layer=2, n_head=8, eos_token_id=1)),
+    "falcon, new": lambda: transformers.FalconForCausalLM(
+        FalconConfig(**FALCON, num_kv_heads=2, new_decoder_architecture=True, bias=True)
+    ),
+    "falcon, one key head": lambda: transformers.FalconForCausalLM(
+        FalconConfig(**FALCON, multi_query=True, new_decoder_architecture=False, bias=False)
+    ),
+    "falcon, as many key heads": lambda: transformers.FalconForCausalLM(
+        FalconConfig(**FALCON, multi_query=False, new_decoder_architecture=False, bias=True)
+    ),
+}
+
+
+@pytest.fixture(params=PACKED_MODELS)
+def packed_model(request: pytest.FixtureRequest) -> tuple[str, Any]:
+    torch.manual_seed(0)
+    model = PACKED_MODELS[request.param]().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return request.param.split(",")[0], model
+
+
+@torch.no_grad()
+def test_real_models_with_packed_projections_are_taken_apart_as_their_code_does(packed_model: tuple[str, Any]) -> None:
+    names, model = packed_model
+    layout = packed_qkv(model.config, names=names)
+    ours = layout.inverse(model.state_dict())
+    heads, kv_heads = layout.stages[0][0].sizes[0] * layout.stages[0][0].groups, layout.stages[0][0].groups
+    prefix, attention = next(
+        (name, module) for name, module in model.named_modules() if hasattr(module, "query_key_value")
+    )
+    hidden = torch.randn(1, 1, 32)
+    fused = attention.query_key_value(hidden)
+    if names == "gpt_neox":
+        # What forward does with it, before it turns it: view, transpose, chunk.
+        split = fused.view(1, 1, -1, 3 * attention.head_size).transpose(1, 2).chunk(3, dim=-1)
+    else:
+        split = (attention._reshape if names == "bloom" else attention._split_heads)(fused)
+    for x, theirs in zip("qkv", split, strict=True):
+        weight = ours[f"{prefix}.{x}_proj.weight"]
+        bias = ours.get(f"{prefix}.{x}_proj.bias", torch.zeros(()))
+        rows = (hidden @ weight.T + bias).view(-1, 4)
+        if x != "q" and theirs.numel() > rows.numel():
+            rows = rows.repeat_interleave(heads // kv_heads, 0)  # as new Falcons do
+        torch.testing.assert_close(rows, theirs.reshape(-1, 4))
+    assert sum("_proj." in name for name in ours) == 3 * sum("query_key_value" in name for name in model.state_dict())
+    assert_same(layout(ours), dict(model.state_dict()))
+
+
+@torch.no_grad()
+def test_real_checkpoints_with_packed_projections_go_there_and_back(
+    packed_model: tuple[str, Any], tmp_path: Path
+) -> None:
+    names, model = packed_model
+    model.save_pretrained(tmp_path / "packed")
+    layout = packed_qkv(names=names)
+    hf_stream.convert(tmp_path / "packed", tmp_path / "separate", layout=layout.inverse, strict=True)
+    assert not any("query_key_value" in name for name in hf_stream.open_checkpoint(tmp_path / "separate"))
+    loaded = hf_stream.from_pretrained(type(model), tmp_path / "separate", layout=layout, strict=True).eval()
+    tokens = torch.arange(12)[None]
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    name = f"packed-qkv-{names.replace('_', '-')}"
+    assert run("convert", tmp_path / "separate", tmp_path / "again", "-l", name).exit_code == 0
+    assert not hf_stream.verify(tmp_path / "packed", tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_heads"),
+    [
+        (FalconConfig(num_attention_heads=8, multi_query=True), 1),
+        ({"n_head": 8, "multi_query": True}, 1),
+        ({"text_config": {"n_head": 8, "multi_query": True}}, 1),
+        ({"n_head": 8, "multi_query": False}, 8),
+        ({"n_head": 8, "num_kv_heads": 2, "multi_query": True, "new_decoder_architecture": True}, 2),
+    ],
+)
+def test_a_flag_says_that_there_is_one_key_head(config: object, kv_heads: int) -> None:
+    for style in ("concat", "per_group"):
+        wanted = packed_qkv(num_heads=8, num_key_value_heads=kv_heads, style=style)
+        assert packed_qkv(config, style=style) == wanted

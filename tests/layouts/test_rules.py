@@ -244,3 +244,25 @@ def test_a_rule_that_loses_something_has_no_inverse(rule: Rule) -> None:
     with pytest.raises(LayoutError, match="cannot be inverted") as caught:
         _ = (Layout([Rename("x", "y")]) | Layout([Transpose("b"), rule])).inverse
     assert repr(rule) in str(caught.value)
+
+
+def test_named_tensors_are_stacked_and_unstacked_as_by_torch() -> None:
+    q, k, v = torch.randn(3, 4, 2)
+    tensors = {"a.k": k, "a.q": q, "a.v": v, "x": q}
+    for dim in (0, -1):
+        layout = Layout([Stack(["{p:*}.q", "{p}.k", "{p}.v"], "{p}.qkv", dim)])
+        stacked = layout(tensors)
+        assert list(stacked) == ["a.qkv", "x"]
+        assert torch.equal(stacked["a.qkv"], torch.stack([q, k, v], dim))
+        back = layout.inverse(stacked)
+        assert back.keys() == tensors.keys()
+        assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    assert list(layout.scoped("m.")({f"m.{name}": t for name, t in tensors.items()})) == ["m.a.qkv", "m.x"]
+    with pytest.raises(LayoutError, match=r"'a\.v' missing"):
+        layout({"a.q": q, "a.k": k})
+    with pytest.raises(LayoutError, match=r"extent 2 wanted along dimension 0, got shape \[3, 4, 2\]"):
+        Layout([Unstack("a", ["b", "c"])])({"a": torch.zeros(3, 4, 2)})
+    with pytest.raises(LayoutError, match="2 patterns and count=3"):
+        Stack(["a", "b"], "c", count=3)
+    with pytest.raises(LayoutError, match="must be equal"):
+        Layout([Stack(["a", "b"], "c")])({"a": q, "b": k[:1]})

@@ -76,7 +76,7 @@ def streaming(model: PreTrainedModel, settings: Settings) -> Iterator[None]:
 
 def save_module(module: nn.Module, directory: Path, settings: Settings, save_others: Callable[[Path], object]) -> None:
     """Save a module that transformers knows nothing about, and with it what `save_others` puts into a directory."""
-    tensors = apply_layout(settings.layout, module.state_dict())
+    tensors = apply_layout(settings.layout, module.state_dict(), config=_config_of(module))
     files = CheckpointFiles.plan(tensors, max_shard_size=settings.max_shard_size)
     staging = Staging(directory, durable=settings.durable)
     try:
@@ -96,8 +96,8 @@ def load_weights(model: nn.Module, directory: Path, settings: Settings) -> None:
     tensors = _unwrapped(open_checkpoint(directory), model)
     if _is_in_layout(directory, settings):
         assert settings.layout is not None
-        tensors = apply_layout(settings.layout.inverse, tensors)
-    tensors = apply_layout(layout_of(model), tensors)
+        tensors = apply_layout(settings.layout.inverse, tensors, config=_config_of(model))
+    tensors = apply_layout(layout_of(model), tensors, config=_config_of(model))
     if isinstance(model, PreTrainedModel):
         tensors = from_transformers(model)({**_never_saved(model), **tensors})
     load_into(model, tensors, buffer_size=settings.buffer_size, progress=settings.progress)
@@ -137,6 +137,10 @@ def _unwrapped(tensors: Mapping[str, torch.Tensor], model: nn.Module) -> Mapping
     if all(found.values()) and found.keys().isdisjoint(model.state_dict()):
         return {name[match.end() :]: tensors[name] for name, match in found.items() if match}
     return tensors
+
+
+def _config_of(model: nn.Module) -> object:
+    return getattr(model, "config", None)
 
 
 def _never_saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -210,7 +210,7 @@ def stream_load(
         opened = _open(state_dict, checkpoint_files, load_config)
         if request.check_files is not None:
             request.check_files()
-        tensors = apply_layout(request.layout, opened, strict=request.strict)
+        tensors = apply_layout(request.layout, opened, config=model.config, strict=request.strict)
         if request.layout_used is not None:
             request.layout_used()
     with (

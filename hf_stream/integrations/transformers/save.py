@@ -176,7 +176,7 @@ def _files(
     index = add_variant(SAFE_WEIGHTS_INDEX, variant)
     if layout is None:
         return record.files(index), record.tensors
-    tensors = apply_layout(layout, record.tensors, strict=strict)
+    tensors = apply_layout(layout, record.tensors, config=model.config, strict=strict)
     files = CheckpointFiles.plan(
         tensors,
         max_shard_size=max_shard_size,

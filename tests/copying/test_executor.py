@@ -88,13 +88,19 @@ def test_a_truncated_source_names_itself_and_the_tensor(tmp_path):
             execute([cast])
 
 
-def test_interrupting_stops_the_threads(tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["helper", "caller"])
+def test_interrupting_stops_the_threads(tmp_path, monkeypatch, where):
     real, main, calls = os.pwritev, threading.main_thread(), []
+    started = threading.Event()
 
     def interrupted(fd, buffers, offset):
         calls.append(offset)
-        if threading.current_thread() is main and len(calls) > 3:
-            raise KeyboardInterrupt
+        if (threading.current_thread() is main) == (where == "caller"):
+            started.set()
+            if len(calls) > 3:
+                raise KeyboardInterrupt
+        elif len(calls) > 3:
+            started.wait(10)  # until the other thread has had its turn
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", interrupted)

@@ -163,6 +163,8 @@ class Staging:
         """Add a small file that is elsewhere already."""
         try:
             copy_file(source, self._fresh_place(name))
+        except HfStreamError:
+            raise
         except OSError as error:
             raise _unusable(self.directory / name, error) from error
 

@@ -56,10 +56,10 @@ def kept_files(directory: Path, fingerprint: str, file: str | None = None) -> Pa
     try:
         with Folder(work, follow=False) as opened:
             journal = read_journal(work, opened.fd)
+    except NotADirectoryError:
+        raise refusal(work, "is a link or a file") from None
     except FileNotFoundError:
         return None
-    except OSError:
-        raise refusal(work, "is a link or a file") from None
     if journal is None or journal.fingerprint != fingerprint or journal.boot not in (None, boot_id()):
         return None
     return work / FILES

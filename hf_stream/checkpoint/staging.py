@@ -25,7 +25,7 @@ from hf_stream.checkpoint.folder import Folder
 from hf_stream.checkpoint.journal import JOURNAL, JOURNAL_FILES, Journal, Replacement, read_journal, write_journal
 from hf_stream.checkpoint.paths import given_path
 from hf_stream.checkpoint.replacement import Stage, is_one_step, keep_changed, plan_replacement, replace, show, stage_of
-from hf_stream.checkpoint.work import WorkDirectory, remove_tree, work_beside, work_path
+from hf_stream.checkpoint.work import WorkDirectory, remove_empty_folders, remove_tree, work_beside, work_path
 from hf_stream.errors import CheckpointError, CopyError, FileKindError, HfStreamError, WriteError, because_of
 from hf_stream.storage.durability import Writeback, boot_id, flush, flush_tree, is_durable
 from hf_stream.storage.file import FileStorage, copy_file
@@ -101,12 +101,12 @@ class Staging:
 
     def keep(self, names: Collection[str]) -> None:
         """Drop what an earlier run left under other names than these."""
-        for name in self.finished - set(names):
-            remove_tree(self.path / name)
-        for folder, _, _ in os.walk(self.path, topdown=False):
-            with suppress(OSError):  # which has something in it
-                os.rmdir(folder)
-        self.path.mkdir(exist_ok=True)
+        try:
+            for name in self.finished - set(names):
+                remove_tree(self.path / name)
+        except OSError as error:
+            raise _unusable(self.directory, error) from error
+        remove_empty_folders(self.path)
         self.finished &= set(names)
 
     def create(self, name: str, nbytes: int) -> FileStorage:
@@ -163,6 +163,8 @@ class Staging:
         """Add a small file that is elsewhere already."""
         try:
             copy_file(source, self._fresh_place(name))
+        except HfStreamError:
+            raise
         except OSError as error:
             raise _unusable(self.directory / name, error) from error
 

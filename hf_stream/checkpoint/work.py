@@ -228,6 +228,14 @@ def remove_tree(path: str | os.PathLike[str], dir_fd: int | None = None) -> None
         pass
 
 
+def remove_empty_folders(directory: Path) -> None:
+    """Remove the folders below a directory in which there is nothing."""
+    for folder, _, _ in os.walk(directory, topdown=False):
+        if folder != os.fspath(directory):
+            with suppress(OSError):  # which has something in it
+                os.rmdir(folder)
+
+
 def refusal(path: Path, fact: str) -> CheckpointError:
     """The error for something in a work directory that hf_stream does not leave there."""
     return CheckpointError(

@@ -200,10 +200,9 @@ def _read_config(config: object) -> dict[str, Any]:
         return dict(config)
     if isinstance(config, str | os.PathLike):
         path = given_path(config)
-        try:
-            return read_json_object(path)
-        except FileNotFoundError as error:
-            raise MissingError(f"'{path}' does not exist; pass config=, which says how the adapter works") from error
+        if not path.exists():
+            raise MissingError(f"'{path}' does not exist; pass config=, which says how the adapter works")
+        return read_json_object(path)
     to_dict = getattr(config, "to_dict", None)
     if to_dict is None:
         raise LayoutError(f"config= must be a LoraConfig, its content or a path, got {type(config).__name__}")

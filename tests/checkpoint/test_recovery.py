@@ -391,6 +391,20 @@ def test_what_we_have_not_left_is_refused_in_words_and_can_be_cleared(
     assert _values(out) == {1.0}
 
 
+def test_a_plan_says_what_is_wrong_with_a_journal_too(tmp_path: Path, outside: Path) -> None:
+    out = tmp_path / "out"
+    plan = hf_stream.plan_conversion(tmp_path / "source", out)
+    assert plan.kept(out) is None
+    out.mkdir()
+    _plant(out, "[]", outside)
+    with pytest.raises(CheckpointError, match="is not a valid journal"):
+        plan.kept(out)
+    clean(out)
+    (out / ".hf-stream").write_text("")
+    with pytest.raises(CheckpointError, match="is a link or a file"):
+        plan.kept(out)
+
+
 def test_a_journal_that_would_take_much_to_read_is_neither_read_nor_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -270,3 +270,11 @@ def test_no_space_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot reserve"):
         hf_stream.CheckpointWriter(tmp_path / "out", specs, max_shard_size=100)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_file_any_more_when_it_is_copied_is_said(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    staging = Staging(tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json' is a FIFO and not a regular file"):
+        staging.copy("tokenizer.json", tmp_path / "tokenizer.json")
+    staging.abandon()

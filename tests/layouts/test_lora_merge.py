@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -393,6 +394,10 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(hf_stream.LayoutError, match=r"needs config="):
         merge_lora(tensors)
     hf_stream.save_checkpoint(tensors, tmp_path / "saved")
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "adapter_config.json")
+    with pytest.raises(hf_stream.CheckpointError, match=r"adapter_config.json' is a FIFO"):
+        merge_lora(tmp_path / "fifo")
     with pytest.raises(hf_stream.CheckpointError, match=r"adapter_config.json' does not exist"):
         merge_lora(tmp_path / "saved" / "model.safetensors")
 

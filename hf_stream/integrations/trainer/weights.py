@@ -152,12 +152,11 @@ def _never_saved(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _is_in_layout(directory: Path, settings: Settings) -> bool:
     """Whether the weights are in the callback's layout; if not, they are as `save_pretrained` writes them."""
     record = directory / LAYOUT_RECORD
-    try:
-        recorded = read_json_object(record).get("layout", False)
-    except FileNotFoundError:
+    if not record.exists():
         if settings.layout is not None:
             logger.info("'%s' was saved without a layout, and is loaded without", directory)
         return False
+    recorded = read_json_object(record).get("layout", False)
     if recorded is not None and not isinstance(recorded, str):
         raise CheckpointError(f"'{record}' does not say which layout the weights are in; get the checkpoint again")
     if settings.layout is None:

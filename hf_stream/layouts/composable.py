@@ -12,6 +12,7 @@ import torch
 from hf_stream.checkpoint.mapping import (
     AnyLayout,
     FileFormat,
+    bound,
     check_files,
     config_after,
     file_format_of,
@@ -122,9 +123,11 @@ class Counting(Composable):
     """A layout that counts what it finds, in its `with_matches`."""
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        results, matches = map_tensors(self, named_tensors(tensors, "a layout"))
+        layout = bound(self, tensors)
+        assert isinstance(layout, Counting)
+        results, matches = layout.with_matches(named_tensors(tensors, "a layout"))
         matches.report()
-        return results
+        return dict(results)
 
     @abstractmethod
     def with_matches(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Mapping[str, torch.Tensor], Matches]:

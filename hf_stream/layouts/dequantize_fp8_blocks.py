@@ -72,6 +72,8 @@ class _AsTheConfigSays(Counting):
     suffix: str | None
 
     def __post_init__(self) -> None:
+        if self.block_size is not None and self.block_size != "config":
+            object.__setattr__(self, "block_size", tuple(self.block_size))  # a config has it as a list
         self.with_config(None)
 
     @property

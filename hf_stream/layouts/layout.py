@@ -9,7 +9,7 @@ from typing import overload
 
 import torch
 
-from hf_stream.checkpoint.mapping import AnyLayout, map_tensors
+from hf_stream.checkpoint.mapping import AnyLayout, bound
 from hf_stream.checkpoint.matches import Matches
 from hf_stream.errors import ArgumentTypeError
 from hf_stream.layouts.arguments import checked_rules
@@ -84,7 +84,9 @@ class Layout:
             LayoutError: two rules have a pattern for one name; two results have one name, or one has that of a tensor
                 that passes through; of a group of tensors only some are there; shapes or dtypes do not fit.
         """
-        results, matches = map_tensors(self, tensors)
+        layout = bound(self, tensors)
+        assert isinstance(layout, Layout)
+        results, matches = layout.with_matches(tensors)
         matches.report()
         return results
 
@@ -102,7 +104,7 @@ class Layout:
     @property
     def needs_config(self) -> bool:
         """Whether a model's config tells some of the sizes."""
-        return any(rule.needs_config for stage in self._stages for rule in stage.rules)
+        return any(stage.needs_config for stage in self._stages)
 
     def with_config(self, config: object) -> Layout:
         """The same layout with the sizes that a model's config tells, where it does not have them already.

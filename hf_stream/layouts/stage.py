@@ -23,12 +23,14 @@ class Stage:
 
     Attributes:
         rules: The rules, in the order in which they were written.
+        needs_config: Whether a model's config tells some of their arguments.
     """
 
-    __slots__ = ("_dispatcher", "rules")
+    __slots__ = ("_dispatcher", "needs_config", "rules")
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.rules = tuple(rules)
+        self.needs_config = any(rule.needs_config for rule in self.rules)
         self._dispatcher = Dispatcher(
             (pattern, _Source(leaf, move, number))
             for rule in self.rules

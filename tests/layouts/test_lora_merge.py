@@ -394,7 +394,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(hf_stream.LayoutError, match=r"needs config="):
         merge_lora(tensors)
     hf_stream.save_checkpoint(tensors, tmp_path / "saved")
-    (tmp_path / "fifo").mkdir()
+    hf_stream.save_checkpoint(tensors, tmp_path / "fifo" / "adapter_model.safetensors")
     os.mkfifo(tmp_path / "fifo" / "adapter_config.json")
     with pytest.raises(hf_stream.CheckpointError, match=r"adapter_config.json' is a FIFO"):
         merge_lora(tmp_path / "fifo")

@@ -10,6 +10,7 @@ import click
 import hf_stream
 from hf_stream.cli.clean import clean
 from hf_stream.cli.convert import convert
+from hf_stream.cli.env import env
 from hf_stream.cli.inspect import inspect
 from hf_stream.cli.layouts import layouts
 from hf_stream.cli.plan import plan
@@ -34,5 +35,5 @@ def main() -> None:
     """
 
 
-for _command in (inspect, plan, convert, verify, layouts, clean):
+for _command in (inspect, plan, convert, verify, layouts, clean, env):
     main.add_command(_command)

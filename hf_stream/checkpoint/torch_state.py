@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from hf_stream.checkpoint.torch_nesting import LOAD_ONCE, NO_VALUES, unreadable
-from hf_stream.errors import CheckpointError, FormatError, PickleError
+from hf_stream.errors import CheckpointError, PickleError
 from hf_stream.formats.key_table import inert_in_key
 from hf_stream.formats.nested_paths import Way, keys_of, path_of, shown_path
 from hf_stream.formats.pickle_objects import Inert
@@ -45,7 +45,7 @@ def named_tensors(state: Any, key: Key | None, name: str, *, skip_unreadable: bo
 
     Raises:
         CheckpointError: There is nothing at the key, or no key was given and several dicts could be meant. Lists them.
-        FormatError: What is there, or something in it, cannot be read.
+        PickleError: What is there, or something in it, cannot be read.
     """
     if key is None:
         dicts, objects = _survey(state, name)
@@ -148,7 +148,7 @@ def _survey(state: Any, name: str) -> tuple[list[Place], list[Place]]:
             continue
         seen.add(id(value))
         if depth > _MAX_DEPTH:
-            raise FormatError(f"'{name}' nests deeper than {_MAX_DEPTH} levels; load it with torch and make it flatter")
+            raise PickleError(f"'{name}' nests deeper than {_MAX_DEPTH} levels; load it with torch and make it flatter")
         if any(isinstance(item, _TENSORS) for _, item in _items(value)):
             dicts.append((way, value))
         inner = [(Way(way, at), depth + 1, item) for at, item in _items(value) if isinstance(item, _FOLLOWED)]

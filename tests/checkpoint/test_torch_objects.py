@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -133,8 +134,10 @@ def test_tensors_that_have_objects_for_names(tmp_path):
 )
 def test_a_key_that_leads_to_an_object_says_so(tmp_path, key, kind):
     save({"args": OBJECTS[kind](), "model": MODEL}, tmp_path / "x.pt")
-    with pytest.raises(FormatError, match=rf"x\.pt' at the key '{key}' is .*weights_only=False"):
+    with pytest.raises(FormatError, match=rf"x\.pt' at the key '{key}' is .*weights_only=False") as error:
         hf_stream.open_checkpoint(tmp_path / "x.pt", key=key)
+    # As torch calls it.
+    assert isinstance(error.value, pickle.UnpicklingError)
 
 
 def test_whole_modules_are_named(tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hf_stream.errors import LayoutError
+from hf_stream.utils.text import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Matches:
             fact = f"the layout matched none of {given}, e.g. '{self.example}'"
         else:
             fact = f"{len(wrong)} of the layout's {count} found nothing among {given}"
-        facts = "; ".join(f"{_short(entry.rule)}: {entry.problem}" for entry in wrong[:_LISTED])
+        facts = "; ".join(f"{shortened(entry.rule, _RULE_LENGTH)}: {entry.problem}" for entry in wrong[:_LISTED])
         more = f"; and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
         stop = "" if facts.endswith("?") and not more else "."
         return f"{fact}. {facts}{more}{stop} Correct or remove it; a rule that may find nothing takes optional=True."
@@ -82,8 +83,3 @@ class Matches:
         if strict:
             raise LayoutError(problem)
         logger.warning("%s", problem)
-
-
-def _short(rule: str) -> str:
-    line = " ".join(rule.split())
-    return line if len(line) <= _RULE_LENGTH else line[: _RULE_LENGTH - 3] + "..."
